@@ -35,7 +35,7 @@ def build(section: DataConfig) -> Stream:
     return load_builder(section)(section, **SETTINGS)
 
 
-def test_a_stream_with_the_required_methods_gets_the_others() -> None:
+def test_custom_stream_gets_the_other_methods() -> None:
     stream = build(DataConfig(dataset_builder="tests.data.custom_stream:build", seq_length=8))
     stream.begin_after(5)
     assert stream.next_batch().tokens_BS.shape == (2, 8)
@@ -45,7 +45,7 @@ def test_a_stream_with_the_required_methods_gets_the_others() -> None:
     stream.close()
 
 
-def test_a_stream_that_cannot_go_on_is_refused_when_it_is_built() -> None:
+def test_stream_without_state_is_rejected() -> None:
     match = r"--dataset_builder \(tests.data.test_custom:blind\) .* add state_dict, load_state_dict to Blind"
     with pytest.raises(ValueError, match=match):
         build(DataConfig(dataset_builder="tests.data.test_custom:blind"))

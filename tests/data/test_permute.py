@@ -8,8 +8,8 @@ from fms_fsdp.data.permute import (
 )
 
 
-def test_permutation_is_a_bijection_for_every_n_up_to_5000() -> None:
-    for first in range(1, 5001, 100):  # n and key may differ within one call
+def test_permutation_is_a_bijection() -> None:
+    for first in (*range(1, 1001, 100), 4901):  # n and key may differ within one call
         sizes = np.arange(first, first + 100)
         n = np.repeat(sizes, sizes)
         index = np.arange(len(n)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -26,11 +26,10 @@ def test_permutation_differs_by_key_and_looks_random() -> None:
     assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 5 / np.sqrt(n)
 
 
-def test_mixing_agrees_between_arrays_and_integers_and_with_the_published_generator() -> None:
+def test_mixing_equals_the_published_generator() -> None:
     values = [0, 1, 2**63, 2**64 - 1]
-    assert [int(v) for v in mix64(np.array(values, dtype=np.uint64))] == [
-        mix64_int(v) for v in values
-    ]
+    mixed = mix64(np.array(values, dtype=np.uint64))
+    assert mixed.tolist() == [mix64_int(value) for value in values]
     assert mix64_int(0) == 0xE220A8397B1DCDAF  # first output of splitmix64 seeded with 0
     assert mix64_int(0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4  # the second
 

@@ -30,15 +30,18 @@ def same(a: Documents, b: Documents) -> bool:
     return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
-@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "large"),
+    [("uint8", True), ("uint16", True), ("uint16", False), ("uint32", True), ("int64", False)],
+)
 def test_lists_are_read_as_written(tmp_path: Path, dtype: str, large: bool) -> None:
-    write_lists(tmp_path / "a.arrow", DOCUMENTS, dtype=dtype, large=large)
-    assert same(read_all(tmp_path / "a.arrow", delimiter=1), DOCUMENTS)
+    documents = [document % 256 for document in DOCUMENTS] if dtype == "uint8" else DOCUMENTS
+    write_lists(tmp_path / "a.arrow", documents, dtype=dtype, large=large)
+    assert same(read_all(tmp_path / "a.arrow", delimiter=1), documents)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32"])
-def test_a_record_batch_per_document_is_read_as_written(tmp_path: Path, dtype: str) -> None:
+def test_record_batch_per_document_is_read(tmp_path: Path, dtype: str) -> None:
     write_scalars(tmp_path / "a.arrow", DOCUMENTS, dtype=dtype)
     assert same(read_all(tmp_path / "a.arrow"), DOCUMENTS)
 
@@ -57,77 +60,67 @@ def test_record_batches_of_different_forms_are_rejected(tmp_path: Path) -> None:
         read_all(tmp_path / "a.arrow")
 
 
-def test_shards_of_nothing_but_empty_documents_are_read(tmp_path: Path) -> None:
+def test_empty_documents_and_shards_are_read(tmp_path: Path) -> None:
     empty = [np.array([], dtype=np.int64)] * 3
     write_lists(tmp_path / "a.arrow", empty)
     write_scalars(tmp_path / "b.arrow", empty)
     write_lists(tmp_path / "c.arrow", [])
-    assert [len(read_all(tmp_path / name)) for name in ("a.arrow", "b.arrow", "c.arrow")] == [
-        3,
-        3,
-        0,
-    ]
+    write_scalars(tmp_path / "d.arrow", [])
+    assert [len(read_all(tmp_path / f"{name}.arrow")) for name in "abcd"] == [3, 3, 0, 0]
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
-def test_compressed_buffers_are_refused_with_the_remedy(tmp_path: Path, codec: str) -> None:
+def test_compressed_buffers_are_rejected(tmp_path: Path, codec: str) -> None:
     write_scalars(tmp_path / "a.arrow", [np.arange(5000)], compression=codec)
-    with pytest.raises(
-        ShardError,
-        match=r"^shard a.arrow has compressed buffers.*; "
-        r"rewrite the shard with `python -m fms_fsdp convert",
-    ):
+    match = r"^shard a.arrow has compressed buffers.*; rewrite .* `python -m fms_fsdp convert"
+    with pytest.raises(ShardError, match=match):
         read_all(tmp_path / "a.arrow")
 
 
-@pytest.mark.parametrize("kept", [0, 5, 31, 0.3, 0.9, -1])
-def test_truncated_shards_are_refused(tmp_path: Path, kept: float) -> None:
+def test_truncated_shards_are_rejected(tmp_path: Path) -> None:
     write_lists(tmp_path / "a.arrow", DOCUMENTS)
     data = (tmp_path / "a.arrow").read_bytes()
-    (tmp_path / "a.arrow").write_bytes(data[: int(kept * len(data)) if 0 < kept < 1 else int(kept)])
-    with pytest.raises(ShardError, match=r"shard a.arrow is not a complete"):
-        read_all(tmp_path / "a.arrow")
+    for kept in (0, 5, 31, len(data) // 3, len(data) - 1):
+        (tmp_path / "a.arrow").write_bytes(data[:kept])
+        with pytest.raises(ShardError, match=r"shard a.arrow is not a complete"):
+            read_all(tmp_path / "a.arrow")
 
 
-def test_a_shard_that_shrinks_after_it_was_measured_is_refused(tmp_path: Path) -> None:
+def test_shard_that_shrinks_once_open_is_rejected(tmp_path: Path) -> None:
     write_lists(tmp_path / "a.arrow", DOCUMENTS)
     opened = open_shard(tmp_path / "a.arrow")
     os.truncate(tmp_path / "a.arrow", opened.size - 3)
-    with pytest.raises(
-        ShardError, match=r"shard a.arrow is truncated by 3 bytes; restore the shard"
-    ):
+    with pytest.raises(ShardError, match="shard a.arrow is truncated by 3 bytes; restore"):
         opened.read(10, opened.size - 10)
 
 
-def test_damaged_metadata_is_an_error_of_the_shard(tmp_path: Path) -> None:
-    write_lists(tmp_path / "a.arrow", DOCUMENTS)
-    data = bytearray((tmp_path / "a.arrow").read_bytes())
+def test_corrupt_metadata_is_rejected(tmp_path: Path) -> None:
+    write_lists(tmp_path / "a.arrow", DOCUMENTS, tokenizer_digest="text")
+    data = (tmp_path / "a.arrow").read_bytes()
     length = int.from_bytes(data[-10:-6], "little")
-    data[-10 - length : -10] = b"\xff" * length
-    (tmp_path / "a.arrow").write_bytes(data)
-    with pytest.raises(ShardError, match=r"shard a.arrow has corrupt metadata"):
-        read_all(tmp_path / "a.arrow")
+    footer = data[: -10 - length] + b"\xff" * length + data[-10:]
+    for corrupt in (footer, data.replace(b"text", b"\xff\xfe\xfd\xfc")):
+        (tmp_path / "a.arrow").write_bytes(corrupt)
+        with pytest.raises(ShardError, match=r"shard a.arrow has corrupt metadata"):
+            read_all(tmp_path / "a.arrow")
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MissingShardError, match=r"shard none.arrow does not exist"):
-        open_shard(tmp_path / "none.arrow")
+def test_other_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "text.arrow").write_text("hello " * 100)
-    with pytest.raises(ShardError, match="is not a complete Arrow IPC file"):
-        open_shard(tmp_path / "text.arrow")
-    table = pa.table({"text": ["a", "b"]})
-    with pa.ipc.new_file(str(tmp_path / "strings.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(ShardError, match="must have one column `tokens`, not 'text'"):
-        open_shard(tmp_path / "strings.arrow")
-
-
-def test_null_tokens_are_refused(tmp_path: Path) -> None:
-    table = pa.table({"tokens": pa.array([[1, None, 2]], type=pa.large_list(pa.uint16()))})
-    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    with pytest.raises(ShardError, match="null"):
-        read_all(tmp_path / "a.arrow")
+    tokens = pa.array([[1, None, 2]], type=pa.large_list(pa.uint16()))
+    for name, column in (("text", pa.array(["a", "b"])), ("tokens", tokens)):
+        table = pa.table({name: column})
+        path = tmp_path / f"{'strings' if name == 'text' else 'null'}.arrow"
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    for name, error, words in (
+        ("none", MissingShardError, "shard none.arrow does not exist"),
+        ("text", ShardError, "is not a complete Arrow IPC file"),
+        ("strings", ShardError, "must have one column `tokens`, not 'text'"),
+        ("null", ShardError, "null"),
+    ):
+        with pytest.raises(error, match=words):
+            read_all(tmp_path / f"{name}.arrow")
 
 
 def damaged_offset(path: Path, document: int, change: int) -> None:
@@ -143,38 +136,24 @@ def damaged_offset(path: Path, document: int, change: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("document", "change"), [(0, -8), (0, 3), (0, -(1 << 40)), (-1, 1), (-1, -1), (-1, 1 << 40)]
-)
-def test_offsets_that_do_not_span_the_chunk_are_refused_instead_of_read(
-    tmp_path: Path, document: int, change: int
-) -> None:
-    """A first offset below 0 would give the bytes before the tokens as tokens."""
-    documents = [np.arange(100 * i, 100 * i + 40) for i in range(50)]
-    write_lists(tmp_path / "a.arrow", documents, chunk=50)
-    damaged_offset(tmp_path / "a.arrow", document % 51, change)
-    with pytest.raises(
-        ShardError,
-        match=r"shard a.arrow has offsets that do not match its length; rewrite the shard",
-    ):
-        read_all(tmp_path / "a.arrow", 1)
-
-
 MANY = [np.full(1 + i % 7, i % 4000) for i in range(6000)]
 
 
-@pytest.mark.parametrize("change", [-40, 40, 1 << 50, -(1 << 50)])
-def test_offsets_that_fall_in_the_middle_of_a_chunk_are_refused(
-    tmp_path: Path, change: int
-) -> None:
+@pytest.mark.parametrize(
+    ("document", "change"),
+    [(0, -8), (0, 3), (0, -(1 << 40)), (6000, 1), (6000, -1), (3000, -40), (3000, 40)],
+)
+def test_wrong_offsets_are_rejected(tmp_path: Path, document: int, change: int) -> None:
+    """A first offset below 0 would give the bytes before the tokens as tokens."""
     write_lists(tmp_path / "a.arrow", MANY, chunk=6000)
-    damaged_offset(tmp_path / "a.arrow", 3000, change)
-    with pytest.raises(ShardError, match=r"shard a.arrow has offsets that do not match its length"):
+    damaged_offset(tmp_path / "a.arrow", document, change)
+    match = r"shard a.arrow has offsets that do not match its length; rewrite the shard"
+    with pytest.raises(ShardError, match=match):
         read_all(tmp_path / "a.arrow", 1)
 
 
 @pytest.mark.parametrize("chunk", [6000, 2500])
-def test_document_numbers_far_inside_a_chunk_are_right(tmp_path: Path, chunk: int) -> None:
+def test_documents_inside_chunk_are_found(tmp_path: Path, chunk: int) -> None:
     write_lists(tmp_path / "a.arrow", MANY, chunk=chunk)
     shard = open_shard(tmp_path / "a.arrow", 1)
     starts = np.cumsum([0, *(len(document) + 1 for document in MANY)])
@@ -186,25 +165,21 @@ def test_document_numbers_far_inside_a_chunk_are_right(tmp_path: Path, chunk: in
 
 
 @pytest.mark.parametrize("layout", ["lists", "scalars"])
-def test_a_flipped_bit_gives_an_error_that_names_the_shard_or_documents_inside_the_tokens(
-    tmp_path: Path, layout: str
-) -> None:
-    path, rng = tmp_path / "a.arrow", np.random.default_rng(0)
-    documents = random_documents(rng, 400 if layout == "lists" else 120)
-    write_lists(path, documents, chunk=12) if layout == "lists" else write_scalars(path, documents)
+def test_flipped_bit_is_named_or_keeps_lengths(tmp_path: Path, layout: str) -> None:
+    path, rng, is_list = tmp_path / "a.arrow", np.random.default_rng(0), layout == "lists"
+    documents = random_documents(rng, 400 if is_list else 120)
+    write_lists(path, documents, chunk=12) if is_list else write_scalars(path, documents)
     whole, named = path.read_bytes(), 0
     for at in range(len(whole)):
         data = bytearray(whole)
         data[at] ^= 1 << int(rng.integers(8))
         path.write_bytes(data)
         try:
-            found = read_all(path, delimiter=1 if layout == "lists" else 0)
+            found = read_all(path, delimiter=int(is_list))
         except ShardError as error:
-            assert (
-                str(error).startswith("shard a.arrow ")
-                and "\n" not in str(error)
-                and len(str(error)) < 300
-            )
+            message = str(error)
+            assert message.startswith("shard a.arrow ") and "\n" not in message
+            assert len(message) < 300
             named += 1
         else:
             assert sum(map(len, found)) == sum(map(len, documents))
@@ -215,7 +190,6 @@ def test_a_flipped_bit_gives_an_error_that_names_the_shard_or_documents_inside_t
     ("metadata", "words"),
     [
         ({"sep_token": "-3"}, "has sep_token='-3', which must be an integer"),
-        ({"sep_token": "three"}, "has sep_token='three'"),
         ({"vocab_size": "²"}, r"has vocab_size='\\xb2'"),
         ({"max_token_id": "9" * 5000}, "has max_token_id=.* must be an integer"),
         ({"has_eos": "True\n"}, r"has has_eos='True\\n', which must be true or false"),
@@ -223,23 +197,13 @@ def test_a_flipped_bit_gives_an_error_that_names_the_shard_or_documents_inside_t
         ({"n_tokens": "1"}, "has 70, but its metadata has n_tokens=1"),
     ],
 )
-def test_metadata_that_could_be_misunderstood_is_refused_with_the_shards_name(
+def test_ambiguous_metadata_is_rejected(
     tmp_path: Path, metadata: dict[str, str], words: str
 ) -> None:
     write_lists(tmp_path / "a.arrow", [np.arange(10, 40), np.arange(50, 90)], **metadata)
-    with pytest.raises(
-        ShardError, match=rf"^shard a.arrow {words}.*; rewrite the shard with"
-    ) as caught:
+    with pytest.raises(ShardError, match=rf"^shard a.arrow {words}.*; rewrite the shard") as caught:
         read_all(tmp_path / "a.arrow")
     assert len(str(caught.value)) < 300
-
-
-def test_metadata_that_is_no_text_is_refused_with_the_shards_name(tmp_path: Path) -> None:
-    write_lists(tmp_path / "a.arrow", DOCUMENTS, tokenizer_digest="text")
-    data = (tmp_path / "a.arrow").read_bytes()
-    (tmp_path / "a.arrow").write_bytes(data.replace(b"text", b"\xff\xfe\xfd\xfc"))
-    with pytest.raises(ShardError, match=r"shard a.arrow has corrupt metadata"):
-        read_all(tmp_path / "a.arrow")
 
 
 def test_cache_drops_least_recently_used() -> None:
@@ -256,20 +220,3 @@ def test_cache_drops_least_recently_used() -> None:
     cache("large", 100)
     cache("large", 100)
     assert made[4:] == ["large"]
-
-
-@pytest.mark.parametrize(("place", "change"), [(0, 1), (-1, -1)])
-def test_offsets_that_leave_out_tokens_are_named(tmp_path: Path, place: int, change: int) -> None:
-    documents = [np.arange(5, dtype=np.uint16) + 7, np.arange(6, dtype=np.uint16) + 70]
-    path = tmp_path / "a.arrow"
-    write_lists(path, documents)
-    whole = path.read_bytes()
-    for kind in (np.int32, np.int64):
-        offsets = np.array([0, 5, 11], dtype=kind)
-        if whole.count(offsets.tobytes()) == 1:
-            changed = offsets.copy()
-            changed[place] += change
-            path.write_bytes(whole.replace(offsets.tobytes(), changed.tobytes()))
-    assert path.read_bytes() != whole
-    with pytest.raises(ShardError, match="has offsets that do not match its length"):
-        read_all(path, delimiter=0)

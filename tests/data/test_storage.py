@@ -1,12 +1,10 @@
-"""The stream from an object store: a real S3 protocol server on loopback, and connections that break."""
+"""The stream from an object store: a real S3 protocol server on loopback, and reads that fail."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,88 +105,24 @@ def test_file_uri_batches_equal_local_ones(local: dict[str, Files], layout: str)
     check_same_batches(local[layout], local[layout].root.as_uri())
 
 
-class Proxy:
-    """Passes TCP connections on to a port; the first `num_cuts` answers with a large body are cut after
-    `cut_at` bytes."""
-
-    def __init__(self, port: int, num_cuts: int, cut_at: int = 20_000) -> None:
-        self._target, self.cuts_left, self._cut_at = port, num_cuts, cut_at
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self._open: list[socket.socket] = [self._server]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._open += [near, far]
-                threading.Thread(target=self._pump, args=(near, far, False), daemon=True).start()
-                threading.Thread(target=self._pump, args=(far, near, True), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
-        passed = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(4096):
-                passed += len(data)
-                if answers and passed > self._cut_at and self.cuts_left > 0:
-                    self.cuts_left -= 1
-                    break
-                sink.sendall(data)
-        for side in (source, sink):
-            with contextlib.suppress(OSError):
-                side.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for side in self._open:
-            with contextlib.suppress(OSError):
-                side.shutdown(socket.SHUT_RDWR)
-            side.close()
-
-
-@needs_moto
-def test_a_connection_that_drops_in_the_middle_of_a_body_is_tried_again(
-    local: dict[str, Files], s3_port: int
-) -> None:
-    proxy = Proxy(s3_port, num_cuts=3)
-    try:
-        check_same_batches(local["lists"], s3_uri("corpus/lists", proxy.port))
-    finally:
-        proxy.close()
-    assert proxy.cuts_left == 0
-
-
-def test_a_dead_endpoint_is_refused_in_one_line_within_bounded_time() -> None:
+def test_dead_endpoint_is_rejected_within_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    start = time.monotonic()
-    with pytest.raises(
-        OSError,
-        match="^--data_path=s3://corpus/lists cannot be listed: .*; check credentials and network",
-    ) as e:
+    start, match = time.monotonic(), "^--data_path=s3://corpus/lists cannot be listed: .*; check"
+    with pytest.raises(OSError, match=match) as caught:
         Storage(s3_uri("corpus/lists", port))
-    assert time.monotonic() - start < 10 and "\n" not in str(e.value)
+    assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
 
 
 @needs_moto
-def test_what_is_not_there_is_refused_in_one_line(local: dict[str, Files], s3_port: int) -> None:
+def test_missing_bucket_folder_and_file_are_named(local: dict[str, Files], s3_port: int) -> None:
     for path in ("nobucket/x", "corpus/nowhere"):
-        with pytest.raises(
-            FileNotFoundError, match=f"^--data_path=s3://{path} does not exist; correct"
-        ) as e:
+        match = f"^--data_path=s3://{path} does not exist; correct"
+        with pytest.raises(FileNotFoundError, match=match) as caught:
             open_corpus(local["lists"].section(data_path=s3_uri(path, s3_port)))
-        assert "\n" not in str(e.value)
+        assert "\n" not in str(caught.value)
     with pytest.raises(FileNotFoundError, match=r"not in s3://corpus/lists"):
         Storage(s3_uri("corpus/lists", s3_port))._open("web/shard-00009.arrow")
-
-
-@pytest.mark.parametrize("uri", ["ftp://host/x", "s4://corpus"])
-def test_unknown_schemes_are_refused(local: dict[str, Files], uri: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"^--data_path={uri} must be a folder or begin with one of s3://"
-    ):
-        open_corpus(local["lists"].section(data_path=uri))
 
 
 class Flaky:
@@ -274,16 +208,17 @@ def test_failed_reads_are_retried_and_named(
 @pytest.mark.parametrize(
     ("uri", "text"),
     [
+        ("ftp://host/x", "ftp://host/x must be a folder or begin with one of s3://"),
         ("az://container/x", "cannot be listed"),
         ("gs://", "must name a bucket"),
         ("s3:///folder", "must name a bucket"),
     ],
 )
-def test_incomplete_uris_are_one_line(uri: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_uri_is_rejected(uri: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
-    with pytest.raises((ValueError, OSError), match=text) as caught:
+    with pytest.raises((ValueError, OSError), match=f"^--data_path=.*{text}") as caught:
         Storage(uri)
-    assert str(caught.value).startswith("--data_path=") and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_open_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

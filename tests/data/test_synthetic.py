@@ -22,9 +22,9 @@ def stream(
     return build_stream(section, None, seed=seed, vocab_size=vocab, **sizes)
 
 
-def test_rows_are_the_same_at_every_world_size() -> None:
+def test_world_size_does_not_change_batches() -> None:
     whole = stream().batch_at(5)
-    for world in (2, 4, 8):
+    for world in (2, 8):
         parts = [stream(8, rank, world).batch_at(5) for rank in range(world)]
         assert all(
             torch.equal(torch.cat(columns), column)
@@ -32,7 +32,7 @@ def test_rows_are_the_same_at_every_world_size() -> None:
         )
 
 
-def test_steps_rows_and_seeds_differ() -> None:
+def test_steps_sequences_and_seeds_differ() -> None:
     values = [
         fingerprint(stream(seed=seed).batch_at(step), 0) for seed in (1, 2) for step in (1, 2)
     ]
@@ -41,7 +41,7 @@ def test_steps_rows_and_seeds_differ() -> None:
     assert len(torch.unique(tokens, dim=0)) == 8
 
 
-def test_labels_are_the_next_tokens_and_follow_the_rule_but_for_a_few_percent() -> None:
+def test_labels_mostly_follow_the_rule() -> None:
     batch = stream(seq_length=4096).batch_at(1)
     assert torch.equal(batch.labels_BS[:, :-1], batch.tokens_BS[:, 1:])
     follows = batch.labels_BS == (5 * batch.tokens_BS + 3) % 256
@@ -49,13 +49,13 @@ def test_labels_are_the_next_tokens_and_follow_the_rule_but_for_a_few_percent() 
     assert len(torch.unique(batch.tokens_BS)) == 256
 
 
-@pytest.mark.parametrize("vocab", [2, 3, 200, 128_256])
-def test_tokens_lie_in_the_vocabulary(vocab: int) -> None:
+@pytest.mark.parametrize("vocab", [2, 200, 128_256])
+def test_tokens_are_below_vocab_size(vocab: int) -> None:
     tokens = stream(vocab=vocab).batch_at(1).tokens_BS
     assert 0 <= tokens.min() and tokens.max() < vocab
 
 
-def test_resume_continues_also_with_another_batch() -> None:
+def test_resume_may_change_the_batch_size() -> None:
     with stream() as first:
         expected = [first.next_batch().tokens_BS for _ in range(4)]
         state = first.state_dict()
@@ -65,17 +65,12 @@ def test_resume_continues_also_with_another_batch() -> None:
     with stream(batch=4) as smaller:
         assert smaller.load_state_dict(state, 2) == ["global batch: 8 -> 4"]
         smaller.next_batch()
-        assert smaller.consumption() == {
-            "synthetic": {"epoch": 20 / (2**40 // 100), "tokens": 20 * 100}
-        }
-    with (
-        stream(seed=2) as other,
-        pytest.raises(ValueError, match=r"--seed=2 does not match the checkpoint \(1\)"),
-    ):
-        other.load_state_dict(state, 2)
+        assert smaller.consumption()["synthetic"]["tokens"] == 20 * 100
+    with pytest.raises(ValueError, match=r"--seed=2 does not match the checkpoint \(1\)"):
+        stream(seed=2).load_state_dict(state, 2)
 
 
-def test_training_on_synthetic_tokens_imports_neither_pyarrow_nor_sentencepiece() -> None:
+def test_synthetic_tokens_import_no_pyarrow() -> None:
     code = (
         "import sys; from fms_fsdp.config import DataConfig; from fms_fsdp.data.stream import build_stream;s "
         "= build_stream(DataConfig(use_dummy_dataset=True), None, seed=1, vocab_size=9, global_batch_size=1, "

@@ -29,7 +29,7 @@ class Wide(Llama):
             block.extra = torch.nn.Linear(3, 5)
 
 
-def test_the_parameters_of_a_users_model_are_counted() -> None:
+def test_parameters_of_custom_model_are_counted() -> None:
     config = replace(VARIANTS["tiny"], model_builder=f"{__name__}:Wide")
     assert isinstance(build_model(config), Wide)
     assert num_params(config) == num_params(VARIANTS["tiny"]) + 2 * 20
@@ -38,7 +38,7 @@ def test_the_parameters_of_a_users_model_are_counted() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page_trains_and_loads_and_another_model_is_refused(
+def test_model_of_the_docs_trains_and_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs" / "reference" / "models.md").read_text()
@@ -46,18 +46,19 @@ def test_the_example_of_the_page_trains_and_loads_and_another_model_is_refused(
     assert script is not None
     (tmp_path / "my_model.py").write_text(script[1])
     flags = (*TINY, "--num_steps=2", "--trackers=none", f"--output_dir={tmp_path / 'run'}")
-    path = f"{tmp_path}:{ROOT}"
-    trained(*flags, "--model_builder=my_model:build", PYTHONPATH=path)
+    trained(*flags, "--model_builder=my_model:build", PYTHONPATH=f"{tmp_path}:{ROOT}")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     model, _ = fms_fsdp.load_model(str(tmp_path / "run"))
     feed = model.blocks["1"].feed_forward
     assert type(feed).__name__ == "GatedReLU" and isinstance(feed, FeedForward)
-    refused = run(*flags, "--num_steps=3", PYTHONPATH=path)
-    assert refused.returncode == 2
-    assert "--model_builder= does not match the checkpoint" in refused.stderr
-    missing = run(
-        *TINY, "--num_steps=1", "--model_builder=nowhere:f", f"--output_dir={tmp_path / 'no'}"
-    )
-    assert missing.returncode == 2 and "must be importable as module:function" in missing.stderr
-    assert missing.stderr.count("\n") == 1 and not (tmp_path / "no").exists()
+    for other, text in (
+        (["--num_steps=3"], "--model_builder= does not match the checkpoint"),
+        (
+            ["--model_builder=nowhere:f", f"--output_dir={tmp_path / 'no'}"],
+            "must be importable as module:function",
+        ),
+    ):
+        rejected = run(*flags, *other)
+        assert rejected.returncode == 2 and text in rejected.stderr
+    assert rejected.stderr.count("\n") == 1 and not (tmp_path / "no").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -68,8 +69,6 @@ ROUNDED = {
     "gpt3_760m": 760,
     "gpt3_1.3b": 1300,
     "gpt3_2.7b": 2700,
-}
-ROUNDED |= {
     "gpt3_6.7b": 6700,
     "gpt3_13b": 13000,
     "gpt3_175b": 175000,
@@ -86,32 +85,18 @@ EXTRA = {
         2, 64, 96, 4, 1, 100, norm="layernorm", tie_embeddings=True
     ),
 }
+WINDOWS = TransformerConfig(3, 64, 96, 4, 2, 100, head_dim=24, attn_window=9, vocab_multiple_of=64)
+WINDOWS = replace(WINDOWS, attn_window_pattern="LG", qk_norm=True, bias=True)
+WINDOWS = replace(WINDOWS, norm="scalenorm", activation="relu2")
+EXTRA["windows, wide heads, padded"] = WINDOWS
+# a variant of each family and of each size of heads and vocabulary
+FAMILIES = ["70b", "llama3.2_1b", "tiny", "qwen2.5_7b", "gpt_160m", "gpt3_125m", "pythia_70m"]
 
 
-EXTRA["windows, wide heads, padded"] = TransformerConfig(
-    3,
-    64,
-    96,
-    4,
-    2,
-    100,
-    head_dim=24,
-    attn_window=9,
-    attn_window_pattern="LG",
-    vocab_multiple_of=64,
-    qk_norm=True,
-    bias=True,
-    norm="scalenorm",
-    activation="relu2",
-)
-
-
-def test_a_window_counts_where_it_is_less_than_the_row() -> None:
-    config = EXTRA["windows, wide heads, padded"]
-    assert flops_per_token(config, 32) - flops_per_token(config, 9) == 12 * 4 * 24 * (
-        32 - 9
-    )  # one layer of three
-    assert config.windows == (9, 0, 9)
+def test_window_counts_below_the_sequence_length() -> None:
+    more = flops_per_token(WINDOWS, 32) - flops_per_token(WINDOWS, 9)
+    assert more == 12 * 4 * 24 * (32 - 9)  # one layer of three
+    assert WINDOWS.windows == (9, 0, 9)
 
 
 def on_meta(config: TransformerConfig) -> Llama:
@@ -119,119 +104,91 @@ def on_meta(config: TransformerConfig) -> Llama:
         return build_model(config)
 
 
-@pytest.mark.parametrize("name, count", PUBLISHED.items())
-def test_parameter_count_is_the_published_one(name: str, count: int) -> None:
-    assert num_params(VARIANTS[name]) == count
+def test_parameter_counts_are_the_published_ones() -> None:
+    assert {name: num_params(VARIANTS[name]) for name in PUBLISHED} == PUBLISHED
+    for name, millions in ROUNDED.items():
+        assert num_params(VARIANTS[name]) == pytest.approx(millions * 1e6, rel=0.03), name
 
 
-@pytest.mark.parametrize("name, millions", ROUNDED.items())
-def test_parameter_count_is_near_the_rounded_one(name: str, millions: int) -> None:
-    assert num_params(VARIANTS[name]) == pytest.approx(millions * 1e6, rel=0.03)
+def test_parameter_formulas_equal_the_model() -> None:
+    for config in (*VARIANTS.values(), *EXTRA.values()):
+        config = replace(config, num_layers=min(3, config.num_layers))
+        model, units = on_meta(config), num_params_by_unit(config)
+        assert sum(p.numel() for p in model.parameters()) == num_params(config), config
+        modules = {"embed": model.embed, "block": model.blocks["0"], "head": model.head}
+        for unit, module in modules.items():
+            assert sum(p.numel() for p in module.parameters()) == units[unit], config
 
 
-@pytest.mark.parametrize("config", [*VARIANTS.values(), *EXTRA.values()], ids=[*VARIANTS, *EXTRA])
-def test_formulas_equal_the_model_on_the_meta_device(config: TransformerConfig) -> None:
-    model = on_meta(config)
-    units = num_params_by_unit(config)
-    assert sum(p.numel() for p in model.parameters()) == num_params(config)
-    for module, unit in (
-        (model.embed, "embed"),
-        (model.blocks["0"], "block"),
-        (model.head, "head"),
-    ):
-        assert sum(p.numel() for p in module.parameters()) == units[unit]
-
-
-def test_the_table_of_biases_counts_with_the_embedding_and_is_a_lookup() -> None:
-    plain, more = (
-        replace(VARIANTS["tiny"], pos_emb=kind, relative_buckets=9) for kind in ("none", "relative")
-    )
+def test_distance_bias_counts_as_an_embedding() -> None:
+    tiny = replace(VARIANTS["tiny"], relative_buckets=9)
+    plain, more = (replace(tiny, pos_emb=kind) for kind in ("none", "relative"))
     count = sum(parameter.numel() for parameter in on_meta(more).parameters())
     assert num_params(more) == count == num_params(plain) + 9 * 4
     assert num_params_by_unit(more)["embed"] == num_params_by_unit(plain)["embed"] + 9 * 4
     assert matmul_flops_per_token(more, 32) == matmul_flops_per_token(plain, 32)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_flops_equal_torchs_counter(name: str) -> None:
+def counted_flops(model: Llama, seq: int) -> float:
+    """Returns the FLOPs per token of a forward and a backward pass, by the counter of torch."""
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, seq, dtype=torch.long, device="meta")).sum().backward()
+    return counter.get_total_flops() / (2 * seq)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_equal_the_counter_of_torch(name: str) -> None:
     """The counter sees no embedding lookup, but full attention, whose scores are computed twice."""
     config, seq = replace(VARIANTS[name], num_layers=2), 128
-    model = on_meta(config)
-    tokens = torch.zeros(2, seq, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        model(tokens).sum().backward()
     attention = 12 * config.num_layers * config.hidden_size * seq
-    expected = matmul_flops_per_token(config, seq)
-    counted = counter.get_total_flops() / (2 * seq)
+    expected, counted = matmul_flops_per_token(config, seq), counted_flops(on_meta(config), seq)
     assert expected <= counted <= expected + attention / 6  # flash recomputes q k^T: 2 of 12
 
 
 @pytest.mark.parametrize("config", EXTRA.values(), ids=EXTRA)
-def test_matmul_flops_leave_the_lookup_out(config: TransformerConfig) -> None:
-    tables = [
-        p
-        for name, p in on_meta(config).embed.named_parameters()
-        if not (config.tie_embeddings and p.shape[0] == 100)
-    ]
-    looked_up = sum(table.numel() for table in tables)
-    looked_up += (config.padded_vocab_size - 100) * config.hidden_size  # of the head
-    vectors = sum(p.numel() for p in on_meta(config).parameters() if p.ndim == 1)
-    assert flops_per_token(config, 32) - matmul_flops_per_token(config, 32) == 6 * (
-        looked_up + vectors
-    )
+def test_matmul_flops_exclude_lookups(config: TransformerConfig) -> None:
+    tables = on_meta(config).embed.named_parameters()
+    other = sum(p.numel() for _, p in tables if not (config.tie_embeddings and p.shape[0] == 100))
+    other += (config.padded_vocab_size - 100) * config.hidden_size  # of the head
+    other += sum(p.numel() for p in on_meta(config).parameters() if p.ndim == 1)
+    assert flops_per_token(config, 32) - matmul_flops_per_token(config, 32) == 6 * other
 
 
-@pytest.mark.parametrize("share", ["1", "1/2"])
-@pytest.mark.parametrize("name", ["7b", "70b", "tiny", "gpt3_350m", "pythia_410m"])
-def test_recomputed_flops_equal_torchs_counter(name: str, share: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "fraction"),
+    [("70b", "1"), ("tiny", "1/2"), ("gpt3_350m", "1/2"), ("pythia_410m", "1")],
+)
+def test_recomputed_flops_equal_the_counter(name: str, fraction: str) -> None:
     config, seq = replace(VARIANTS[name], num_layers=4), 128
-    counts = []
-    for checkpointed in (False, True):
-        model = on_meta(config)
-        if checkpointed:
-            section = ParallelConfig(recompute="blocks", selective_checkpointing=share)
-            apply_activation_checkpointing(model, section, compiled=False)
-        with FlopCounterMode(display=False) as counter:
-            model(torch.zeros(2, seq, dtype=torch.long, device="meta")).sum().backward()
-        counts.append(counter.get_total_flops() / (2 * seq))
-    num_blocks = sum(select_blocks(config.num_layers, Fraction(share)))
+    plain, checkpointed = on_meta(config), on_meta(config)
+    section = ParallelConfig(recompute="blocks", selective_checkpointing=fraction)
+    apply_activation_checkpointing(checkpointed, section, compiled=False)
+    num_blocks = sum(select_blocks(config.num_layers, Fraction(fraction)))
     expected = recomputed_flops_per_token(config, seq, num_blocks)
-    assert counts[1] - counts[0] == expected
+    assert counted_flops(checkpointed, seq) - counted_flops(plain, seq) == expected
 
 
-def test_overrides_and_data_vocabulary_shape_the_model() -> None:
-    config = resolve_model(
-        ModelConfig(model_variant="7b", num_layers=1), seq_length=128, data_vocab_size=777
-    )
+def resolve(seq_length: int = 8, vocab: int | None = None, **flags: Any) -> TransformerConfig:
+    return resolve_model(ModelConfig(**flags), seq_length=seq_length, data_vocab_size=vocab)
+
+
+def test_flags_and_data_vocabulary_shape_the_model() -> None:
+    config = resolve(128, 777, model_variant="7b", num_layers=1)
     assert (config.num_layers, config.vocab_size, config.max_seq_len) == (1, 777, 128)
-    assert (
-        resolve_model(ModelConfig(vocab_size=1024), seq_length=8, data_vocab_size=777).vocab_size
-        == 1024
-    )
-    assert resolve_model(ModelConfig(), seq_length=8).vocab_size == 32000
-    wide = resolve_model(ModelConfig(model_variant="7b", hidden_size=2048), seq_length=8)
+    assert resolve(vocab=777, vocab_size=1024).vocab_size == 1024
+    assert resolve().vocab_size == 32000
+    wide = resolve(model_variant="7b", hidden_size=2048)
     assert wide.ffn_hidden_size == 5504 and wide.head_dim == 64  # 43 * 128
-    assert (
-        resolve_model(
-            ModelConfig(hidden_size=4096, ffn_hidden_size=99), seq_length=8
-        ).ffn_hidden_size
-        == 99
-    )
-    assert resolve_model(ModelConfig(max_seq_len=32, head_dim=96), seq_length=8).max_seq_len == 32
-    scaled = resolve_model(ModelConfig(rope_scaling="llama3:8"), seq_length=8).rope_scaling
-    assert scaled == VARIANTS["llama3.1_8b"].rope_scaling
-    assert resolve_model(
-        ModelConfig(model_variant="llama3.1_8b", rope_scaling="linear:1"), seq_length=8
-    ) == (replace(VARIANTS["llama3_8b"], max_seq_len=8))
-    heads = resolve_model(ModelConfig(num_attention_heads=64), seq_length=8)
+    assert resolve(hidden_size=4096, ffn_hidden_size=99).ffn_hidden_size == 99
+    assert resolve(max_seq_len=32, head_dim=96).max_seq_len == 32
+    scaled = resolve(rope_scaling="llama3:8")
+    assert scaled.rope_scaling == VARIANTS["llama3.1_8b"].rope_scaling
+    unscaled = resolve(model_variant="llama3.1_8b", rope_scaling="linear:1")
+    assert unscaled == replace(VARIANTS["llama3_8b"], max_seq_len=8)
+    heads = resolve(num_attention_heads=64)
     assert heads.num_kv_heads == 64 and heads.head_dim == 64
-    assert resolve_model(ModelConfig(model_variant="LLAMA2_7b"), seq_length=4096) == VARIANTS["7b"]
-    assert (
-        resolve_model(
-            ModelConfig(model_variant="llama3.2_1b", tie_embeddings=False), seq_length=8
-        ).tie_embeddings
-        is False
-    )
+    assert resolve(4096, model_variant="LLAMA2_7b") == VARIANTS["7b"]
+    assert not resolve(model_variant="llama3.2_1b", tie_embeddings=False).tie_embeddings
 
 
 @pytest.mark.parametrize(
@@ -242,7 +199,6 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
             r"--model_variant=7bb must be one of 7b, 13b, .*; did you mean 7b\?",
         ),
         (dict(model_variant="mamba_9.8b"), r"--model_variant=mamba_9.8b is not supported"),
-        (dict(model_variant="zzz"), r"--model_variant=zzz must be one of 7b, 13b"),
         (
             dict(num_attention_heads=33),
             r"--num_attention_heads=33 must divide hidden_size=4096; use one of 1, 2, 4",
@@ -256,7 +212,6 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
             r"--vocab_size=100 must be at least the data's vocabulary \(512\); .*=512",
         ),
         (dict(hidden_size=32), r"must leave an even number .* not 1 = 1 x 1"),
-        (dict(head_dim=6, rope_pct=0.5), r"must leave an even number .* not 3 = 0.5 x 6"),
         (
             dict(pos_emb="sinusoidal", hidden_size=33, head_dim=2),
             r"--hidden_size=33 must be even",
@@ -267,7 +222,6 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
             r"--rope_scaling=yarn:4 must be linear:FACTOR or llama3:",
         ),
         (dict(rope_scaling="llama3:8:4:1:512"), r"LOW below HIGH"),
-        (dict(rope_scaling="linear:x"), r"--rope_scaling=linear:x must be"),
         (
             dict(attn_window=4, attn_window_pattern="LX"),
             r"--attn_window_pattern=LX must consist of",
@@ -281,10 +235,6 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
             r"--relative_max_distance=32 must be above half of --relative_buckets=64; set",
         ),
         (
-            dict(pos_emb="relative", attn_impl="cudnn"),
-            r"--attn_impl=cudnn is not supported with --pos_emb=relative",
-        ),
-        (
             dict(relative_buckets=8),
             r"--relative_buckets=8 has no effect without --pos_emb=relative",
         ),
@@ -294,9 +244,9 @@ def test_overrides_and_data_vocabulary_shape_the_model() -> None:
         ),
     ],
 )
-def test_a_wrong_shape_is_refused_in_one_line(flags: dict[str, object], message: str) -> None:
+def test_wrong_shape_is_rejected(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        resolve_model(ModelConfig(**flags), seq_length=8, data_vocab_size=512)  # type: ignore[arg-type]
+        resolve(vocab=512, **flags)
     assert "\n" not in str(error.value)
 
 
@@ -306,20 +256,17 @@ FMS_FSDP = (
 FMS_FSDP += " llama3_1.8b_4k llama3_3.2b llama3_3.2b_4k llama3_70b llama3_70b_4k llama3_194m_4k"
 
 
-@pytest.mark.parametrize("name", FMS_FSDP.split())
-def test_every_llama_of_fms_fsdp_is_found_by_its_name(name: str) -> None:
-    config = resolve_model(ModelConfig(model_variant=name), seq_length=8)
-    size = name.split("_")[1]
-    billions = float(size.rstrip("bm")) / (1000 if size.endswith("m") else 1)
-    own = (
-        config.vocab_size * config.hidden_size * 2 / 1e9
-    )  # the names count with or without the embeddings
-    assert 0.98 * billions - own - 0.1 < num_params(config) / 1e9 < 1.13 * billions + own
+def test_names_of_upstream_fms_fsdp_are_found() -> None:
+    for name in FMS_FSDP.split():
+        config, size = resolve(model_variant=name), name.split("_")[1]
+        billions = float(size.rstrip("bm")) / (1000 if size.endswith("m") else 1)
+        tables = config.vocab_size * config.hidden_size * 2 / 1e9  # names count them or not
+        assert 0.98 * billions - tables - 0.1 < num_params(config) / 1e9 < 1.13 * billions + tables
 
 
-def test_a_registered_variant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_variant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fms_fsdp.models.variants.VARIANTS", dict(VARIANTS))
     register_variant("mine", EXTRA["tied layernorm"])
-    assert resolve_model(ModelConfig(model_variant="mine"), seq_length=8).num_layers == 2
+    assert resolve(model_variant="mine").num_layers == 2
     with pytest.raises(ValueError, match=r"model variant 7b is already defined"):
         register_variant("7b", VARIANTS["7b"])

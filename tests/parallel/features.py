@@ -1,6 +1,6 @@
 """The features that are combined with the axes tp, cp and pp, and what is rejected.
 
-docs/guides/parallelism.md shows the table, and test_features.py trains every cell of it.
+docs/reference/parallelism-tables.md shows the table, and test_features.py trains every cell of it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def features_table() -> str:
-    """Returns the table of features and axes, as docs/guides/parallelism.md shows it."""
+    """Returns the table of features and axes, as docs/reference/parallelism-tables.md shows it."""
     lines = ["| feature | flags | tp | cp | pp |", "|---|---|---|---|---|"]
     for feature in FEATURES:
         cells = (

@@ -1,13 +1,12 @@
-"""Texts of a folder of Hugging Face: what its tokenizer adds on the way in, the ids of training on the way
-out."""
+"""Tokens that the tokenizer of a Hugging Face checkpoint adds to a text, and those of an export."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fms_fsdp.__main__ import main
@@ -38,7 +37,7 @@ def ids_of_transformers(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_a_tokenizer_adds_is_read_as_transformers_do(name: str, tmp_path: Path) -> None:
+def test_added_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     processor, rules = ADDED[name]
     write_tokenizer_json(tmp_path, processor)
     change_json(
@@ -50,28 +49,26 @@ def test_what_a_tokenizer_adds_is_read_as_transformers_do(name: str, tmp_path: P
     assert ids_of_transformers(tmp_path) == ours
 
 
-@pytest.mark.parametrize("name", ADDED)
-@pytest.mark.parametrize("begin", [None, 256])
-def test_an_exported_tokenizer_gives_the_ids_of_training(
-    name: str, begin: int | None, tmp_path: Path
+@pytest.mark.parametrize(("name", "bos"), [*((name, 256) for name in ADDED), ("both", None)])
+def test_exported_tokenizer_gives_ids_of_training(
+    name: str, bos: int | None, tmp_path: Path
 ) -> None:
-    path = write_tokenizer_json(tmp_path, ADDED[name][0])
-    change_json(path, lambda said: said | {"padding": None, "truncation": None})
-    ours, folder = load_tokenizer(str(tmp_path)), tmp_path / "out"
-    folder.mkdir()
-    assert export_tokenizer(ours, folder, 64, begin) == ""
-    before = [] if begin is None else [begin]
-    expected = [[*before, *row.tolist()] for row in ours.encode(TEXTS)]
-    assert ids_of_transformers(folder) == expected
     from transformers import AutoTokenizer
 
+    write_tokenizer_json(tmp_path, ADDED[name][0])
+    ours, folder = load_tokenizer(str(tmp_path)), tmp_path / "out"
+    folder.mkdir()
+    assert export_tokenizer(ours, folder, 64, bos) == ""
+    before = () if bos is None else (bos,)
+    expected = [[*before, *ids.tolist()] for ids in ours.encode(TEXTS)]
+    assert ids_of_transformers(folder) == expected
     theirs: Any = AutoTokenizer.from_pretrained(folder)
-    assert [theirs.decode(row[len(before) :]) for row in expected] == TEXTS
-    assert hf_text_rules(folder, load_tokenizer(str(folder))) == TextRules(tuple(before))
+    assert [theirs.decode(ids[len(before) :]) for ids in expected] == TEXTS
+    assert hf_text_rules(folder, load_tokenizer(str(folder))) == TextRules(before)
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
-def test_a_begin_token_goes_out_with_every_kind(kind: str, tmp_path: Path) -> None:
+def test_bos_is_exported_for_every_kind(kind: str, tmp_path: Path) -> None:
     from fms_fsdp.tools.prepare.command import train_sentencepiece
 
     if kind != "byte":
@@ -86,43 +83,27 @@ def test_a_begin_token_goes_out_with_every_kind(kind: str, tmp_path: Path) -> No
     ]
 
 
-def test_documents_that_begin_with_a_token_make_it_the_run_s(tmp_path: Path) -> None:
+def test_bos_of_shards_is_recorded(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("byte")
-    for name, first in (("with", [256]), ("without", [])):
-        rows = [np.array([*first, *b"the thing in a line"], dtype=np.uint16) for _ in range(30)]
-        folder = tmp_path / name
-        _write_ids(folder / "in.parquet", rows)
-        assert (
-            main(
-                [
-                    "convert",
-                    f"--input={folder}/in.parquet",
-                    f"--output={folder}/out",
-                    "--tokenizer=byte",
-                ]
-            )
-            == 0
-        )
+    for first in ([256], []):
+        folder = tmp_path / f"begin{first}"
+        folder.mkdir()
+        table = pa.table({"input_ids": [[*first, *b"the thing in a line"]] * 30})
+        pq.write_table(table, folder / "in.parquet")
+        argv = ["convert", f"--input={folder}/in.parquet", f"--output={folder}/out"]
+        assert main([*argv, "--tokenizer=byte"]) == 0
         assert shards_bos_id(str(folder / "out"), tokenizer) == (256 if first else None)
     assert shards_bos_id(str(tmp_path / "nothing"), tokenizer) is None
 
 
-def _write_ids(path: Path, rows: Sequence[Any]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path.parent.mkdir()
-    pq.write_table(pa.table({"input_ids": [row.tolist() for row in rows]}), path)
-
-
-def test_a_tokenizer_with_dropout_is_the_same_each_time(tmp_path: Path) -> None:
+def test_tokenizer_dropout_is_off(tmp_path: Path) -> None:
     write_tokenizer_json(tmp_path, dropout=0.9)
     tokenizer = load_tokenizer(str(tmp_path))
     rows = {tuple(tokenizer.encode(["the thing in the"])[0].tolist()) for _ in range(30)}
     assert len(rows) == 1 and 259 in next(iter(rows))
 
 
-def test_a_tokenizer_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+def test_changed_tokenizer_file_is_read_again(tmp_path: Path) -> None:
     path = write_tokenizer_json(tmp_path)
     first = load_tokenizer(str(tmp_path))
     assert load_tokenizer(str(tmp_path)) is first
@@ -132,13 +113,12 @@ def test_a_tokenizer_file_that_has_changed_is_read_again(tmp_path: Path) -> None
     assert load_tokenizer(str(tmp_path)).vocabulary.eos_id == 256
 
 
-def test_a_tokenizer_config_that_is_a_list_is_one_line(
+def test_malformed_tokenizer_config_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_folder(tmp_path, tokenizer=True)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     assert main(["generate", f"--path={tmp_path}", "--prompt=a"]) == 2
     error = capsys.readouterr().err
-    assert (
-        "tokenizer_config.json must hold an object, not a list" in error and error.count("\n") == 1
-    )
+    assert "tokenizer_config.json must hold an object, not a list" in error
+    assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Checkpoints of fms-fsdp: a golden of the LLaMA of ibm-fms 1.13.1, whose weights are a formula."""
+"""Checkpoints of upstream fms-fsdp: golden logits of the LLaMA of ibm-fms 1.13.1 with weights by formula."""
 
 from __future__ import annotations
 
@@ -84,9 +84,11 @@ def save(folder: Path, form: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", ["file fused", "file older", "folder fused older", "folder"])
-@pytest.mark.parametrize("alpha", [1, 2])
-def test_logits_are_those_of_ibm_fms(tmp_path: Path, form: str, alpha: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "alpha"),
+    [("file fused", 1), ("file older", 2), ("folder fused older", 1), ("folder", 2)],
+)
+def test_logits_equal_ibm_fms(tmp_path: Path, form: str, alpha: int) -> None:
     path, run = save(tmp_path, form), tmp_path / "run"
     argv = ["import", f"--path={path}", f"--output={run}", f"--ntk_alpha={alpha}"]
     assert main([*argv, *SHAPE]) == 0
@@ -102,29 +104,32 @@ class Code:
         return Path.touch, (Path("ran"),)
 
 
-def test_what_is_no_such_checkpoint_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--num_layers=3", "weight model.layers.2.input_layernorm.weight is missing"),
+        ("--num_layers=1", "layers.1.input_layernorm.weight is not part of this model"),
+        ("--ffn_hidden_size=176", "must be of (352, 64), not (320, 64); give the flags"),
+        ("--num_kv_heads=4", "must be of (192, 64), not (128, 64); give the flags"),
+        ("--path=code.pth", "there is no model_state of weights alone"),
+        ("--path=absent.pth", "does not exist; name a checkpoint"),
+        ("--path=hf", "is read in place: --init_from_hf"),
+    ],
+)
+def test_other_checkpoint_is_rejected(
+    tmp_path: Path,
+    flags: str,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    path = save(tmp_path, "file fused")
-
-    def refusal(*argv: str) -> str:
-        given = {argument.partition("=")[0] for argument in argv}
-        shape = [flag for flag in SHAPE if flag.partition("=")[0] not in given]
-        path_given = [] if "--path" in given else [f"--path={path}"]
-        assert main(["import", "--output=run", *path_given, *shape, *argv]) == 2
-        text = capsys.readouterr().err
-        assert text.count("\n") == 1 and not Path("run").exists()
-        return text
-
-    assert "weight model.layers.2.input_layernorm.weight is missing" in refusal("--num_layers=3")
-    assert "layers.1.input_layernorm.weight is not part of this model" in refusal("--num_layers=1")
-    assert "must be of (352, 64), not (320, 64); give the flags" in refusal("--ffn_hidden_size=176")
-    assert "must be of (192, 64), not (128, 64); give the flags" in refusal("--num_kv_heads=4")
+    save(tmp_path, "file fused")
     torch.save({"model_state": Code()}, "code.pth")
-    assert "there is no model_state of weights alone" in refusal("--path=code.pth")
-    assert "does not exist; name a checkpoint" in refusal("--path=absent.pth")
-    assert not Path("ran").exists()
     Path("hf").mkdir()
     Path("hf/config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "is read in place: --init_from_hf" in refusal("--path=hf")
+    own = [*SHAPE, "--path=step_3_ckp.pth"]
+    given = [flag for flag in own if flag.partition("=")[0] != flags.partition("=")[0]]
+    assert main(["import", "--output=run", *given, flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line and not Path("run").exists() and not Path("ran").exists()

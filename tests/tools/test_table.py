@@ -7,7 +7,7 @@ import pytest
 from fms_fsdp.tools.table import table
 
 
-def test_texts_stand_left_and_numbers_right() -> None:
+def test_text_is_left_and_numbers_right() -> None:
     rows = [("a", "1", "x"), ("longer", "1,000", "")]
     assert table(("name", "n", "state"), rows, text_columns=(0, 2)).splitlines() == [
         "name        n  state",
@@ -16,7 +16,7 @@ def test_texts_stand_left_and_numbers_right() -> None:
     ]
 
 
-def test_a_table_may_have_no_rows_but_every_row_all_columns() -> None:
+def test_every_row_has_all_columns() -> None:
     assert table(("name", "n"), []) == "name  n"
     with pytest.raises(ValueError):
         table(("name", "n"), [("a",)])

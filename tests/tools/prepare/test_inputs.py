@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,11 +45,9 @@ def texts(path: str | Path, form: TextFormat = FORM) -> list[str]:
     return [record.reason if isinstance(record, Problem) else record.text for record in records]
 
 
-def run(tmp_path: Path, path: str | Path, **flags: object) -> Stats:
-    config = PrepareConfig(
-        input=f"x={path}", output=str(tmp_path / "out"), tokenizer="byte", num_workers=1
-    )
-    return prepare(PrepareConfig(**{**vars(config), **flags}))["x"]
+def run(tmp_path: Path, path: str | Path, **flags: Any) -> Stats:
+    settings = {"output": f"{tmp_path}/out", "tokenizer": "byte", "num_workers": 1, **flags}
+    return prepare(PrepareConfig(f"x={path}", **settings))["x"]
 
 
 # Compression
@@ -63,14 +62,14 @@ def test_compressed_files_are_read_to_the_end(tmp_path: Path, suffix: str) -> No
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("damage", ["cut first", "cut second", "corrupt first", "corrupt second"])
-def test_damaged_compressed_file_is_rejected(tmp_path: Path, suffix: str, damage: str) -> None:
+def test_corrupt_compressed_file_is_rejected(tmp_path: Path, suffix: str) -> None:
     compress, path = COMPRESS[suffix], tmp_path / f"x.jsonl.{suffix}"
     member = compress(b"".join(b'{"text": "%d"}\n' % i for i in range(9999)))
-    broken = b"\1" + member[1:] if damage.startswith("corrupt") else member[: len(member) // 2]
-    path.write_bytes(broken if damage.endswith("first") else member + broken)
-    with pytest.raises(ValueError, match=rf"x.jsonl.{suffix} cannot be read: .*; repair"):
-        texts(path)
+    corrupt, half = b"\1" + member[1:], member[: len(member) // 2]
+    for data in (corrupt, half, member + corrupt, member + half):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"x.jsonl.{suffix} cannot be read: .*; repair"):
+            texts(path)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -114,25 +113,21 @@ def test_zstd_is_read_without_the_extra(tmp_path: Path, monkeypatch: pytest.Monk
         texts(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    "x.zip x.tar x.tar.gz x.TGZ x.jsonl.lz4 x.7z x.Z x.br x.parquet.gz x.jsonl.zstd".split(),
-)
-def test_archives_are_named_and_rejected(tmp_path: Path, name: str) -> None:
+def test_archive_is_rejected(tmp_path: Path) -> None:
+    names = "x.zip x.tar.gz x.TGZ x.jsonl.lz4 x.7z x.Z x.br x.parquet.gz x.jsonl.zstd".split()
+    for name in names:
+        (tmp_path / name).write_bytes(b"\0")
+        with pytest.raises(ValueError, match=rf"{name} is an archive, .* unpack it"):
+            run(tmp_path, tmp_path / name)
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / name).write_bytes(b"\0")
-    with pytest.raises(ValueError, match=rf"{name} is an archive, .* unpack it"):
-        run(tmp_path, tmp_path, output=str(tmp_path / ".out"))
-    assert run(tmp_path, tmp_path, exclude=(name,)).documents == 1
+    assert run(tmp_path, tmp_path, exclude=("x.*",), output=f"{tmp_path}/.out").documents == 1
 
 
-@pytest.mark.parametrize("name", ["x.csv", "x.TSV", "x.csv.gz"])
+@pytest.mark.parametrize("name", ["x.TSV", "x.csv.gz"])
 def test_csv_is_rejected_without_a_separator(tmp_path: Path, name: str) -> None:
     data = b"text\na\nb\n"
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
-    with pytest.raises(
-        ValueError, match=rf"{name} is a table.*convert it to JSON lines or Parquet"
-    ):
+    with pytest.raises(ValueError, match=rf"{name} is a table.*convert it to JSON lines"):
         run(tmp_path, tmp_path / name)
     assert run(tmp_path, tmp_path / name, text_separator="\\n").documents == 3
 
@@ -169,18 +164,12 @@ def test_names_that_are_not_utf8_are_read(
     assert json.loads((folder / ".out/meta/summary.json").read_text())["x"]["documents"] == 12
     train = "--train_tokenizer", "--vocab_size=300", f"--output={tmp_path / 'trained'}"
     assert main(["prepare", f"x={folder}", "--num_workers=1", *train]) == 0
-    assert (
-        main(["convert", str(folder / ".out/x"), "--tokenizer=byte", f"--output={folder / 'c'}"])
-        == 0
-    )
-
-
-def test_unreadable_odd_name_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = os.path.join(os.fsencode(tmp_path), b"\xe9.jsonl.gz")
-    with open(path, "wb") as file:
-        file.write(b"no gzip")
-    flags = "--tokenizer=byte", f"--output={tmp_path / 'out'}", "--num_workers=1"
-    assert main(["prepare", f"--input=x={tmp_path}", *flags]) == 2
+    argv = ["convert", f"{folder}/.out/x", "--tokenizer=byte", f"--output={tmp_path / 'c'}"]
+    assert main(argv) == 0
+    capfd.readouterr()
+    (folder / os.fsdecode(b"\xe9.jsonl.gz")).write_bytes(b"no gzip")
+    argv = ["prepare", f"x={folder}", "--tokenizer=byte", f"--output={tmp_path / 'other'}"]
+    assert main([*argv, "--num_workers=1"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert ".jsonl.gz cannot be read" in line
 
@@ -189,13 +178,11 @@ def test_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
     folder = tmp_path / "corpus [v1]"
     folder.mkdir()
     (folder / "a [1].jsonl").write_bytes(LINES)
-    assert list(parse_input(str(folder))) == ["corpus_v1_"] and texts(folder) == ["a", "b"]
-    assert texts(folder / "a [1].jsonl") == texts(folder / "*.jsonl") == ["a", "b"]
+    for path in (folder, folder / "a [1].jsonl", folder / "*.jsonl", f"{tmp_path}/corpus [[]v1]/*"):
+        assert texts(path) == ["a", "b"]
+    assert list(parse_input(str(folder))) == ["corpus_v1_"]
     assert list(parse_input(f"{folder}/*.jsonl")) == ["corpus_v1_"]
     assert list(parse_input(f"web={folder}")) == ["web"]
-    assert [file.name for file in find_files(f"{tmp_path}/corpus [[]v1]/*")] == [
-        "corpus [v1]/a [1].jsonl"
-    ]
 
 
 def test_folder_with_equals_sign_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,19 +200,17 @@ def test_folder_with_equals_sign_is_a_path(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_text_key_reaches_into_structs(tmp_path: Path) -> None:
-    form = TextFormat("doc.text")
+    form, missing = TextFormat("doc.text"), "key 'doc.text' is missing or empty"
     (tmp_path / "x.jsonl").write_text('{"doc": {"text": "a"}}\n{"doc.text": "b"}\n{"doc": 1}\n')
-    assert texts(tmp_path, form) == ["a", "b", "key 'doc.text' is missing or empty"]
-    (tmp_path / "x.jsonl").unlink()
+    assert texts(tmp_path / "x.jsonl", form) == ["a", "b", missing]
     (tmp_path / "x.json").write_text('[{"doc": {"text": "a"}}]')
-    assert texts(tmp_path, form) == ["a"]
-    (tmp_path / "x.json").unlink()
+    assert texts(tmp_path / "x.json", form) == ["a"]
     table = pa.table({"doc": [{"text": "a", "id": 1}, {"text": None, "id": 2}, None], "z": [1] * 3})
     pq.write_table(table, tmp_path / "x.parquet")
-    assert texts(tmp_path, form) == ["a"] + ["key 'doc.text' is missing or empty"] * 2
+    assert texts(tmp_path / "x.parquet", form) == ["a", missing, missing]
     for key in ("doc.body", "z.text", "doc.text.x"):
         with pytest.raises(ValueError, match=f"--text_key={key} is not a column of .*has doc, z"):
-            texts(tmp_path, TextFormat(key))
+            texts(tmp_path / "x.parquet", TextFormat(key))
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
@@ -249,7 +234,6 @@ def test_odd_other_field_leaves_record_valid(tmp_path: Path) -> None:
     ]
     expected = ["a", '"[[{\\"', "c", "not JSON", "not JSON"]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    assert texts(tmp_path) == expected
-    (tmp_path / "x.jsonl").unlink()
+    assert texts(tmp_path / "x.jsonl") == expected
     (tmp_path / "x.json").write_text(f"[{','.join(lines[:3])}]")
-    assert texts(tmp_path) == expected[:3]
+    assert texts(tmp_path / "x.json") == expected[:3]

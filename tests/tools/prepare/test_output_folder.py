@@ -12,10 +12,7 @@ import pytest
 
 from fms_fsdp.tools.prepare import encode as pipeline
 from fms_fsdp.tools.prepare.writer import _read_entry
-from tests.tools.prepare import test_prepare
-from tests.tools.prepare.test_prepare import OPTIONS, contents, run, write_jsonl
-
-corpus = test_prepare.corpus
+from tests.tools.prepare.test_prepare import OPTIONS, contents, run, write_corpus, write_jsonl
 
 
 class Killed(BaseException):
@@ -23,11 +20,11 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("before_it", [True, False])
-def test_an_overwriting_call_killed_at_any_change_on_disk_goes_on(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, before_it: bool
+def test_kill_at_any_change_on_disk_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before_it: bool
 ) -> None:
     """Killed before or after every rename and removal, from the first shard to the last counts file."""
-    inputs = corpus.partition(",")[0]
+    inputs = write_corpus(tmp_path).partition(",")[0]
     old, new = dict(split=(80.0, 15.0, 5.0), min_tokens=2), dict(split=(80.0, 20.0), overwrite=True)
     run(tmp_path / "start", inputs, **old)
     shutil.copytree(tmp_path / "start", tmp_path / "straight")
@@ -70,15 +67,12 @@ def test_an_overwriting_call_killed_at_any_change_on_disk_goes_on(
     assert point > 12
 
 
-def test_a_shard_lost_after_a_kill_in_publishing_makes_the_source_anew(
-    tmp_path: Path, corpus: str
-) -> None:
-    inputs, output = corpus.partition(",")[0], tmp_path / "out"
+def test_shard_lost_after_a_kill_is_remade(tmp_path: Path) -> None:
+    inputs, output = write_corpus(tmp_path).partition(",")[0], tmp_path / "out"
     run(tmp_path / "straight", inputs, **OPTIONS)
     run(output, inputs, **OPTIONS)
-    (output / ".partial" / "web").mkdir(
-        parents=True
-    )  # as a kill leaves it: train/ is published, validation/ waits
+    # as a kill leaves it: train/ is published, validation/ is not yet
+    (output / ".partial" / "web").mkdir(parents=True)
     (output / "validation" / "web").rename(output / ".partial" / "web" / "validation")
     next((output / "web").glob("*.arrow")).unlink()
     run(output, inputs, **OPTIONS)
@@ -87,14 +81,9 @@ def test_a_shard_lost_after_a_kill_in_publishing_makes_the_source_anew(
 
 @pytest.mark.parametrize(
     ("pattern", "options"),
-    [
-        ("{root}/*.jsonl", {}),
-        ("{root}/a.jsonl", {}),
-        ("{root}", {"include": ("*.jsonl",)}),
-        ("{root}/raw", {}),
-    ],
+    [("{root}/*.jsonl", {}), ("{root}", {"include": ("*.jsonl",)}), ("{root}/raw", {})],
 )
-def test_an_output_beside_the_files_that_are_read_is_accepted_again_and_again(
+def test_output_next_to_inputs_is_not_read(
     tmp_path: Path, pattern: str, options: dict[str, object]
 ) -> None:
     root = tmp_path / "data"
@@ -105,12 +94,9 @@ def test_an_output_beside_the_files_that_are_read_is_accepted_again_and_again(
     run(root / ".tokens", f"web={root}/raw")  # hidden folders are not read
 
 
-@pytest.mark.parametrize(
-    "text", ['{"shards": [{"split": "x", "file": "a.arrow"}]}', '{"shards": [{}]}', "[", "3"]
-)
-def test_a_journal_entry_of_another_hand_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "entry.json").write_text(text)
-    with pytest.raises(
-        ValueError, match=r"entry.json was not written by prepare; remove the file$"
-    ):
-        _read_entry(tmp_path / "entry.json")
+def test_malformed_journal_entry_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "entry.json"
+    for text in ('{"shards": [{"split": "x", "file": "a.arrow"}]}', '{"shards": [{}]}', "[", "3"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="entry.json was not written by prepare; remove"):
+            _read_entry(path)
