@@ -39,7 +39,6 @@ SPREAD = (
     "tests/test_generate.py",
     "tests/test_training.py",
     "tests/tools/test_export.py",
-    "tests/tools/test_trace.py",
 )
 gc.disable()  # until all tests are imported
 
