@@ -25,6 +25,7 @@ before_torch()
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import describe_changes, describe_flags, parse
+from fms_fsdp.config.values import counted
 from fms_fsdp.run.listings import print_listing
 from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
 from fms_fsdp.run.stop import StopControl, StopSignals
@@ -291,7 +292,7 @@ def main(argv: list[str]) -> int:
 
         # 7. End.
         if state.is_done:
-            status.end(FINISHED, f"finished {state.step} steps")
+            status.end(FINISHED, f"finished {counted(state.step, 'step')}")
         else:
             reason = f"{state.stop_reason}, at step {state.step}; run the same command to resume"
             status.end(RESUME_ME, reason)

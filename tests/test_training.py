@@ -139,7 +139,10 @@ def test_resume_keeps_the_global_batch(tmp_path: Path) -> None:
     argv = [*TINY, f"--output_dir={tmp_path}"]
     trained(*argv, "--num_steps=1", "--batch_size=16")
     output = trained(*argv, "--num_steps=2", "--batch_size=5")
-    assert "16 sequences x 1 ranks x 1 steps, now 4 sequences x 1 ranks x 4 steps" in output
+    assert (
+        "16 sequences x 1 rank x 1 accumulation step, now 4 sequences x 1 rank x 4 accumulation steps"
+        in output
+    )
     trained(*argv, "--num_steps=3", "--global_batch_size=2")
     assert [record["batch_rows"] for record in metrics(tmp_path).values()] == [16, 16, 2]
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fms_fsdp.config.training import TrainingConfig
+from fms_fsdp.config.values import counted
 from fms_fsdp.errors import UserError
 
 MAX_INCREMENTS = 10_000
@@ -43,6 +44,16 @@ class BatchPlan:
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.dp_size * self.grad_accum_steps
+
+    @property
+    def factors(self) -> str:
+        """Returns the factors of the global batch for the log."""
+        factors = {
+            "sequence": self.batch_size,
+            "rank": self.dp_size,
+            "accumulation step": self.grad_accum_steps,
+        }
+        return " x ".join(counted(number, noun) for noun, number in factors.items())
 
     @property
     def increments(self) -> int:

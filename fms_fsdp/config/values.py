@@ -58,6 +58,11 @@ def shown(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns "1 rank" or "1,024 ranks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def joined(values: Any) -> str:
     """Returns a value, or the values of a list, as messages quote them."""
     items = values if isinstance(values, list | tuple) else [values]

@@ -196,9 +196,7 @@ class MemoryBudget:
         if by_kind:
             chosen["recompute"] = f"auto {verb} {_kind(found)}: {sizes}"
         if by_rows:
-            terms = f"{batch.batch_size} sequences x {batch.dp_size} ranks"
-            steps = f"{batch.grad_accum_steps} accumulation steps"
-            chosen["batch_size"] = f"auto {verb} {terms} x {steps}: {sizes}"
+            chosen["batch_size"] = f"auto {verb} {batch.factors}: {sizes}"
         return replace(found, chosen=chosen)
 
     def _choose_strategy(self, run: RunConfig) -> RunConfig:

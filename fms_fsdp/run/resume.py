@@ -303,7 +303,7 @@ def _changes(run: RunConfig, old: RunConfig, resume: ResumePoint) -> Iterator[st
     batch, was = run.batch, old.batch
     if batch != was and batch.global_batch_size == was.global_batch_size:
         yield (
-            f"batch: {_batch(old)}, now {_batch(run)}: the global batch remains "
+            f"batch: {old.batch.factors}, now {run.batch.factors}: the global batch remains "
             f"{batch.global_batch_size} sequences"
         )
     facts = {
@@ -326,11 +326,6 @@ def learning_rate_jump(run: RunConfig, resume: ResumePoint) -> str:
         f"{each.schedule(step, tokens, each.config.optim.learning_rate):.3e}" for each in (old, run)
     )
     return "" if before == now else f"learning rate of step {step}: {before} -> {now}"
-
-
-def _batch(run: RunConfig) -> str:
-    batch = run.batch
-    return f"{batch.batch_size} sequences x {batch.dp_size} ranks x {batch.grad_accum_steps} steps"
 
 
 def _shown(value: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan
-from fms_fsdp.config.values import plain
+from fms_fsdp.config.values import counted, plain
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
@@ -52,8 +52,8 @@ def describe(
         f"devices: {run.world_size} x {run.device_type}, {dims.strategy}: {describe_axes(dims)}",
         budget.need(run).summary,
         sent_summary(sent(Step.of(run))),
-        f"batch: {batch.batch_size} sequences x {batch.dp_size} ranks x {batch.grad_accum_steps} "
-        f"accumulation steps = {batch.global_batch_size} sequences = {tokens:,} tokens per step{ramp}",
+        f"batch: {batch.factors} = {counted(batch.global_batch_size, 'sequence')} = {tokens:,} tokens "
+        f"per step{ramp}",
         *(f"{name}: {reason}" for name, reason in run.chosen.items()),
     ]
     if run.model.attn_dropout:
@@ -112,8 +112,8 @@ def describe_saves(run: RunConfig, start: int) -> str:
     kept = len(steps) - max(0, deleted - flags.keep_best)  # `keep_best` of these remain
     more = "more than " * (len(steps) > _MOST_COUNTED)
     return (
-        f"checkpoints: {plain(gib)} GiB each; {more}{len(steps):,} will be written, at most "
-        f"{kept:,} are kept, which need {plain(gib * kept)} GiB"
+        f"checkpoints: {plain(gib)} GiB each; {more}{len(steps):,} planned, at most {kept:,} "
+        f"kept ({plain(gib * kept)} GiB)"
     )
 
 
@@ -121,13 +121,16 @@ def describe_axes(dims: ParallelDims) -> str:
     """Returns the axes from the outermost to the innermost; axes of the model only if they are on."""
     names = {
         "pp": "pipeline",
-        "dp_replicate": "replicas",
-        "dp_shard": "shards",
+        "dp_replicate": "replica",
+        "dp_shard": "shard",
         "cp": "context",
         "tp": "tensor",
     }
-    shown = [axis for axis in AXES if axis in JOINED["dp"] or dims.size(axis) > 1]
-    return " x ".join(f"{dims.size(axis)} {names[axis]}" for axis in shown)
+    shown = {axis: dims.size(axis) for axis in AXES if axis in JOINED["dp"] or dims.size(axis) > 1}
+    return " x ".join(
+        counted(size, names[axis]) if axis in JOINED["dp"] else f"{size} {names[axis]}"
+        for axis, size in shown.items()
+    )
 
 
 def axes_across_nodes(dims: ParallelDims, local_world_size: int) -> str:
@@ -152,7 +155,7 @@ def describe_ramp(batch: BatchPlan, start: int = 0, samples_seen: int = 0) -> st
     phases = batch.phases(samples_seen)
     for phase, following in pairwise(phases):
         lines.append(
-            f"  {phase.batch:,} sequences for {following.step - phase.step:,} steps, to step "
+            f"  {phase.batch:,} sequences for {counted(following.step - phase.step, 'step')}, to step "
             f"{start + following.step:,} and {samples_seen + following.sample:,} samples"
         )
     return "\n".join([*lines, f"  {phases[-1].batch:,} sequences from there"])

@@ -42,7 +42,7 @@ from fms_fsdp.config import (
 from fms_fsdp.config.batch import BatchPlan, check_ramp, divisors, last_step, plan_batch
 from fms_fsdp.config.flag import non_defaults, unused_flags
 from fms_fsdp.config.precision import Precision
-from fms_fsdp.config.values import typed
+from fms_fsdp.config.values import counted, typed
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
@@ -571,9 +571,8 @@ def describe(plan: Plan) -> Iterator[str]:
     )
     fitted = "; this micro-batch is the largest that fits" if plan.is_fitted else ""
     yield (
-        f"batch: {batch.batch_size} sequences x {batch.dp_size} ranks x {batch.grad_accum_steps} "
-        f"accumulation steps = {batch.global_batch_size:,} sequences = {plan.step.tokens:,} tokens "
-        f"per step{fitted}"
+        f"batch: {batch.factors} = {counted(batch.global_batch_size, 'sequence')} = "
+        f"{plan.step.tokens:,} tokens per step{fitted}"
     )
     if batch.rampup:
         yield describe_ramp(batch)

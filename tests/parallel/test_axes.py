@@ -141,7 +141,7 @@ def test_docs_show_the_table_of_features() -> None:
 def test_axes_are_described_with_those_across_nodes() -> None:
     dims = ParallelDims("hsdp", dp_replicate=2, dp_shard=2, pp=2, cp=2, tp=4)
     assert describe_axes(dims) == "2 pipeline x 2 replicas x 2 shards x 2 context x 4 tensor"
-    assert describe_axes(ParallelDims("fsdp", dp_shard=2)) == "1 replicas x 2 shards"
+    assert describe_axes(ParallelDims("fsdp", dp_shard=2)) == "1 replica x 2 shards"
     assert axes_across_nodes(dims, 16) == ""
     assert axes_across_nodes(dims, 8).startswith(
         "groups of dp_shard leave the node, which has 8 devices: "

@@ -290,10 +290,10 @@ def test_run_trains_and_resumes_with_choices(tmp_path: Path) -> None:
     argv = (*argv, "--global_batch_size=8", f"--output_dir={tmp_path}")
     first = trained(*argv, "--num_steps=2", nproc=2)
     assert "recompute: auto chose none: about " in first
-    assert "batch_size: auto chose 4 sequences x 2 ranks x 1 accumulation steps: about " in first
+    assert "batch_size: auto chose 4 sequences x 2 ranks x 1 accumulation step: about " in first
     content = json.loads((tmp_path / "config.json").read_text())
     assert (content["parallel"]["recompute"], content["training"]["batch_size"]) == ("none", "auto")
     assert content["resolved"]["batch"]["batch_size"] == 4
     again = trained(*argv, "--num_steps=3", nproc=2)
-    assert "batch_size: auto keeps 4 sequences x 2 ranks x 1 accumulation steps: about " in again
+    assert "batch_size: auto keeps 4 sequences x 2 ranks x 1 accumulation step: about " in again
     assert "resuming from step 2" in again and "--recompute" not in again.partition("resuming")[2]

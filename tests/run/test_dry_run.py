@@ -9,6 +9,7 @@ import pytest
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse, parse_flags
+from fms_fsdp.config.values import counted
 from tests.cli import TINY, run, trained
 from tests.run.test_launch import content
 from tests.warm import Ended, launch
@@ -30,7 +31,7 @@ def test_dry_run_describes_the_launch(tmp_path: Path, ranks: int) -> None:
     for words in (
         "flags: --model_variant=tiny",
         "model: 500,352 parameters",
-        f"batch: 2 sequences x {max(1, ranks)} ranks x 1 accumulation steps",
+        f"batch: 2 sequences x {counted(max(1, ranks), 'rank')} x 1 accumulation step =",
         "recompute: auto chose none: about ",
         f"run folder: runs/{name}",
         "steps: 1 to 4",

@@ -60,7 +60,7 @@ def test_plan_is_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(f"{QUICK} --num_devices=16", capsys)
     lines = text.splitlines()
     assert lines[0].startswith("1.4b: ") and lines[0].endswith(" parameters")
-    assert lines[1].startswith("16 x h100_80gb in nodes of 8, fsdp: 1 replicas x 16 shards; bf16")
+    assert lines[1].startswith("16 x h100_80gb in nodes of 8, fsdp: 1 replica x 16 shards; bf16")
     assert "this micro-batch is the largest that fits" in lines[2]
     assert re.search(r"^total, fits in 79.2 +\d", text, re.MULTILINE)
     assert "GiB sent by a rank per step: dp_shard " in text and "kWh" in lines[-1]
