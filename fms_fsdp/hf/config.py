@@ -365,7 +365,7 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
             name = "rope_type" if name == "type" else name
             if value is not None and found.setdefault(name, value) != value:
                 raise UserError(
-                    f"{table}.{_text(name)}={_text(value)} contradicts {_text(found[name])}"
+                    f"{table}.{_text(name)}={_text(value)} contradicts {_text(found[name])}; remove one"
                 )
     for (names, default), key in (
         (family.theta, "rope_theta"),
@@ -376,7 +376,7 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
         for name in names:
             if content.get(name) not in (None, found[key]):
                 raise UserError(
-                    f"{name}={_text(content[name])} contradicts {key}={_text(found[key])}"
+                    f"{name}={_text(content[name])} contradicts {key}={_text(found[key])}; remove one"
                 )
     kind = found.pop("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
@@ -387,7 +387,10 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
     known |= {"original_max_position_embeddings"} if kind == "llama3" else set()
     for name, value in found.items():
         if name not in known:
-            raise UserError(f"{_text(name)}={_text(value)} is not supported with rope_type={kind}")
+            raise UserError(
+                f"{_text(name)}={_text(value)} is not supported with rope_type={kind}; remove it if "
+                "the model does not use it"
+            )
         if type(value) not in (int, float) or not 0 < value <= 1e30:
             raise UserError(f"{name}={_text(value)} must be a positive number")
     theta, fraction = float(found["rope_theta"]), float(found["partial_rotary_factor"])
@@ -396,7 +399,7 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
             f"rope_theta={theta:g} with partial_rotary_factor={fraction:g} is not supported"
         )
     if missing := [name for name in _ROPE_KEYS[kind] if name not in found]:
-        raise UserError(f"{missing[0]} is missing for rope_type={kind}")
+        raise UserError(f"{missing[0]} is missing for rope_type={kind}; add it to config.json")
     factor, scaling = float(found.get("factor", 1.0)), None
     if factor < 1 or (kind != "default" and family.model_type == "gpt_neox"):
         raise UserError(
