@@ -287,7 +287,7 @@ def test_questions_are_answered_without_a_run(tmp_path: Path) -> None:
         env=os.environ | {"PATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, answer.stdout, "")
     assert sorted(ROOT.glob("runs/*")) == before and not list(tmp_path.iterdir())
@@ -303,7 +303,7 @@ def test_closed_pipe_causes_no_error(command: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
 

@@ -27,7 +27,7 @@ def run_python(folder: Path, *command: str, path: str = "") -> subprocess.Comple
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -144,7 +144,7 @@ def test_ctrl_c_saves_a_checkpoint(built: Built, empty: Path) -> None:
     assert launch.stdout is not None
     next(line for line in launch.stdout if " 2/100000 " in line)
     launch.send_signal(signal.SIGINT)
-    rest, _ = launch.communicate(timeout=60)
+    rest, _ = launch.communicate(timeout=300)
     assert launch.returncode == 75 and "Traceback" not in rest
     assert json.loads((empty / "run/status.json").read_text())["status"] == "resume_me"
 

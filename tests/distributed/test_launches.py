@@ -68,7 +68,7 @@ def test_rejected_launch_leaves_the_folder_unchanged(tmp_path: Path, fault: str)
     before = content(folder)
     command = ["bash", "scripts/train.sh", *flags]
     result = subprocess.run(
-        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300
     )
     lock.close()
     words = "--num_layers=3 does not match" if fault == "flag" else "is in use by process"
@@ -78,8 +78,8 @@ def test_rejected_launch_leaves_the_folder_unchanged(tmp_path: Path, fault: str)
 
 def assert_saved(folder: Path, ranks: list[int]) -> None:
     """Waits until the run has saved, its ranks have ended, and its folder is free."""
-    assert wait_for(lambda: status(folder)["status"] == "resume_me", 90), status(folder)
-    assert wait_for(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in ranks), 90)
+    assert wait_for(lambda: status(folder)["status"] == "resume_me", 300), status(folder)
+    assert wait_for(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in ranks), 300)
     with lock_folder(folder):
         assert (folder / "checkpoints" / f"step_{status(folder)['step']}").is_dir()
 
@@ -90,7 +90,7 @@ def test_ranks_of_killed_torchrun_save_and_stop(tmp_path: Path) -> None:
     agent = subprocess.Popen(
         command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    assert wait_for(lambda: count_lines(tmp_path / "metrics.jsonl") > 3, 90)
+    assert wait_for(lambda: count_lines(tmp_path / "metrics.jsonl") > 3, 300)
     orphans = workers(agent.pid)
     agent.kill()
     agent.wait(60)
@@ -105,7 +105,7 @@ def test_killed_torchrun_stops_both_nodes(tmp_path: Path) -> None:
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     agents = two_agents([*TORCHRUN, "main_training.py", *flags], 29643, [ROOT] * 2, **silent)
     try:
-        assert wait_for(lambda: count_lines(tmp_path / "metrics.jsonl") > 3, 90)
+        assert wait_for(lambda: count_lines(tmp_path / "metrics.jsonl") > 3, 300)
         ranks = [pid for agent in agents for pid in workers(agent.pid)]
         agents[1].kill()
         assert_saved(tmp_path, ranks)

@@ -62,7 +62,7 @@ def kill_at(
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
     enough = num_lines() + rng.randint(1, 40)
-    moved = wait_for(lambda: process.poll() is not None or num_lines() >= enough, 60)
+    moved = wait_for(lambda: process.poll() is not None or num_lines() >= enough, 300)
     if not moved or process.poll() is not None:
         return False
     saves = folder / "checkpoints"
@@ -77,7 +77,7 @@ def kill_at(
         return False
     os.kill(rng.choice(victims), signal.SIGKILL)
     # till torchrun has ended the other one too: what that still writes is no sign of the next launch
-    return wait_for(lambda: not set(victims) & set(workers(process.pid)), 60)
+    return wait_for(lambda: not set(victims) & set(workers(process.pid)), 300)
 
 
 @pytest.mark.slow
@@ -163,11 +163,11 @@ def test_two_nodes_survive_killed_workers(tmp_path: Path) -> None:
         agents = two_agents(command, 29641, [ROOT] * 2, stdout=output, stderr=output)
         try:
             for agent in agents:  # first a worker of one node, then of the other
-                assert wait_for(lambda size=size: file.exists() and file.stat().st_size > size, 120)
+                assert wait_for(lambda size=size: file.exists() and file.stat().st_size > size, 300)
                 for worker in workers(agent.pid):
                     os.kill(worker, signal.SIGKILL)
                 size = file.stat().st_size
-            codes = [agent.wait(timeout=120) for agent in agents]
+            codes = [agent.wait(timeout=300) for agent in agents]
         finally:
             for agent in agents:
                 agent.kill()
@@ -245,7 +245,7 @@ def test_slow_save_keeps_the_last_checkpoint(tmp_path: Path) -> None:
         )
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        process.wait(timeout=300)
         steps = complete_steps(run / "checkpoints")
         assert (steps[-1] > 2) == saved, (grace_s, steps)
         assert (status(run)["status"] == "resume_me") == saved
@@ -260,7 +260,7 @@ def test_unshared_run_directory_is_rejected(tmp_path: Path) -> None:
     program = [str(ROOT / "main_training.py"), *TINY, "--num_steps=2", "--output_dir=run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     agents = two_agents([*TORCHRUN, *program], 29642, folders, **pipes)
-    output = "".join(agent.communicate(timeout=120)[0] for agent in agents)
+    output = "".join(agent.communicate(timeout=300)[0] for agent in agents)
     assert all(agent.returncode for agent in agents)
     assert output.count("must be shared by all nodes, but 1 of 2 ranks do not see it") == 1
     assert not any((folder / "run" / "metrics.jsonl").exists() for folder in folders)

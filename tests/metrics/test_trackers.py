@@ -239,7 +239,7 @@ def test_launch_ends_despite_a_hanging_tracker(tmp_path: Path) -> None:
     script.write_text(HANGING)
     argv = [*TINY, "--trackers=wandb", "--num_steps=2", f"--output_dir={tmp_path}"]
     command = [sys.executable, str(script), *argv]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and "tracker wandb did not finish" in result.stdout, result.stderr
     assert status(tmp_path)["status"] == "finished" and len(metrics(tmp_path)) == 2
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["event"] == "end"

@@ -38,10 +38,10 @@ def kill_behind(step: int, flags: list[str], nproc: int, folder: Path) -> None:
     with subprocess.Popen(
         [*launch, *flags], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
     ) as process:
-        assert wait_for((folder / "checkpoints" / f"step_{step}").is_dir, 120)
+        assert wait_for((folder / "checkpoints" / f"step_{step}").is_dir, 300)
         for victim in workers(process.pid)[:1]:
             subprocess.run(["kill", "-9", str(victim)], check=True)
-        assert process.wait(timeout=120) != 0
+        assert process.wait(timeout=300) != 0
     time.sleep(0.5)
 
 

@@ -243,7 +243,7 @@ def test_hanging_rank_leaves_stacks_and_ends(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert result.returncode == 1 and time.monotonic() - begin < 60
     assert "no step for" in result.stdout + result.stderr
@@ -272,7 +272,7 @@ def test_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path) -> None:
     while not (records.exists() and len(metrics(tmp_path)) > 1) and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGUSR1)
-    process.wait(timeout=60)
+    process.wait(timeout=300)
     ended = status(tmp_path)
     assert ended["status"] == "resume_me" and "SIGUSR1" in ended["reason"]
     assert complete_steps(tmp_path / "checkpoints") == [ended["step"]]

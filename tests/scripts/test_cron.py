@@ -46,7 +46,7 @@ def cron(
         env=os.environ | settings | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return ended, calls.read_text().splitlines() if calls.exists() else []
 
@@ -84,7 +84,7 @@ def test_wrong_call_submits_nothing(
 
 def run_folder(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = ["bash", ROOT / "scripts" / "run_folder.sh", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_scripts_run_once_per_hour_or_day(tmp_path: Path) -> None:

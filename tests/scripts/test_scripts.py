@@ -29,7 +29,7 @@ def train(repo: Path, *flags: str, **changes: str) -> subprocess.CompletedProces
         env=environment(**changes),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         stdin=subprocess.DEVNULL,
     )
 
@@ -457,7 +457,7 @@ def test_environment_is_made_with_constraints(repo: Path, tmp_path: Path) -> Non
     env = environment(LOG=str(tmp_path / "pip.txt"), PATH=f"{fake}:/usr/bin:/bin")
     del env["PYTHON"]
     ended = subprocess.run(
-        ["bash", repo / "scripts/test.sh"], env=env, capture_output=True, text=True, timeout=60
+        ["bash", repo / "scripts/test.sh"], env=env, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 1 and "pip could not install the packages" in ended.stderr
     words = (tmp_path / "pip.txt").read_text().splitlines()
@@ -499,7 +499,7 @@ def test_scripts_pass_shellcheck(script: str) -> None:
     shellcheck = shutil.which("shellcheck", path=folders)
     assert shellcheck, "shellcheck comes with the extra dev"
     ended = subprocess.run(
-        [shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stdout
 

@@ -17,7 +17,7 @@ from tests.cli import ROOT, TINY, losses, metrics, status, trained
 
 def slurm(*command: str) -> str:
     """The output of a SLURM command that must work."""
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, f"{command}: {ended.stderr}"
     return ended.stdout
 
@@ -69,7 +69,12 @@ class Job:
             *FLAGS,
         ]
         ended = subprocess.run(
-            command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=60
+            command,
+            cwd=ROOT,
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert ended.returncode == 0, ended.stderr
         self.number = ended.stdout.strip()
@@ -84,7 +89,7 @@ class Job:
             ["squeue", "-h", "-j", self.number, "-o", "%T"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         return " ".join(ended.stdout.split())
 
@@ -118,9 +123,9 @@ def submit() -> Iterator[Callable[..., Job]]:
     yield start
     for job in jobs:
         subprocess.run(
-            ["scancel", "--signal=KILL", "--full", job.number], capture_output=True, timeout=60
+            ["scancel", "--signal=KILL", "--full", job.number], capture_output=True, timeout=300
         )
-        subprocess.run(["scancel", job.number], capture_output=True, timeout=60)
+        subprocess.run(["scancel", job.number], capture_output=True, timeout=300)
         job.wait(job.is_over)
         shutil.rmtree(job.folder, ignore_errors=True)
         job.output.unlink(missing_ok=True)
@@ -132,7 +137,7 @@ def pulse(job: Job) -> tuple[int, str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     return ended.returncode, ended.stdout.partition(f"{job.folder} ")[2]
 
@@ -151,7 +156,7 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(
     assert "requeued, to go on from step" in job.output.read_text()
     assert pulse(job)[0] == 0 and "WAITING job" in pulse(job)[1]
     # the next job finishes; where a user must not raise a limit, one after it does
-    subprocess.run(["scontrol", "update", f"jobid={job.number}", "timelimit=10"], timeout=60)
+    subprocess.run(["scontrol", "update", f"jobid={job.number}", "timelimit=10"], timeout=300)
     job.wait(job.is_over, timeout_s=600)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
     assert losses(job.folder) == undisturbed
@@ -195,7 +200,7 @@ def test_a_lost_node_is_a_requeue(submit: Callable[..., Job], undisturbed: list[
         subprocess.run(
             ["scontrol", "update", f"nodename={lost}", "state=resume"],
             capture_output=True,
-            timeout=60,
+            timeout=300,
         )
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]
@@ -211,7 +216,7 @@ def test_an_array_goes_on_and_ends_with_the_run(
     job.wait(lambda: job.has_reached(3))
     # the signal arrives, though scancel 22.05 ends with an error where tasks are pending
     subprocess.run(
-        ["scancel", "--batch", "--signal=USR1", f"{job.number}_1"], capture_output=True, timeout=60
+        ["scancel", "--batch", "--signal=USR1", f"{job.number}_1"], capture_output=True, timeout=300
     )
     job.wait(job.is_over)
     assert status(job.folder)["status"] == "finished", job.output.read_text()[-3000:]

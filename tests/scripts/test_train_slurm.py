@@ -80,11 +80,11 @@ def test_elastic_job_outlives_a_node(repo: Path, submit: Submit, plan: str, stat
     job = submit(
         "--num_steps=3", PLAN=plan, NNODES="1:3", LOCAL_ADDR="127.0.0.1", SRUN_STATUS="137", **there
     )
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=300)[0]
     assert job.returncode == status, output
     options = (repo / "fake/srun.txt").read_text().split()
     assert {"--no-kill", "--wait=0"} <= set(options) and "--wait=300" not in options
-    submit("--num_steps=3", NNODES="3").communicate(timeout=60)
+    submit("--num_steps=3", NNODES="3").communicate(timeout=300)
     options = (repo / "fake/srun.txt").read_text().split()
     assert "--wait=300" in options and "--no-kill" not in options
 
@@ -113,7 +113,7 @@ def test_job_ends_with_status_and_requests(
     words: str,
 ) -> None:
     job = submit(PLAN=plan, **settings)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == status and words in output, output
     assert asked(repo) == requests
     folder = repo / ("runs/job-5" if settings else "runs/job-7")
@@ -128,7 +128,7 @@ def test_job_at_exit_step_is_not_requeued(repo: Path, submit: Submit) -> None:
             PLAN="resume_me:75",
             REASON="--exit_step (3) is reached, at step 3; run the same command to resume",
         )
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=300)
         assert job.returncode == 75 and "stopped at --exit_step" in output, output
     assert asked(repo) == []
 
@@ -143,7 +143,7 @@ def test_stop_does_not_reach_another_job(repo: Path, submit: Submit) -> None:
     time.sleep(4)
     assert not (folder / "STOP").exists()
     (folder / "slurm_job").write_text("7\n")
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 75, output
 
 
@@ -153,7 +153,7 @@ def test_job_without_a_step_ends_the_chain(repo: Path, submit: Submit) -> None:
         (1, "error: this job finished no step; give it more --time"),
     ):
         job = submit(PLAN="resume_me:75")
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=300)
         assert job.returncode == status and words in output, output
     assert asked(repo) == ["scontrol requeue 7"]
 
@@ -171,7 +171,7 @@ def test_signal_makes_the_stop_file(
     job = submit(PLAN="stop_file")
     wait_for(repo / "waiting")
     job.send_signal(number)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 75, output
     assert asked(repo) == requests, output
 
@@ -180,7 +180,7 @@ def test_stop_file_of_user_is_no_requeue(repo: Path, submit: Submit) -> None:
     job = submit(PLAN="stop_file")
     wait_for(repo / "waiting")
     (repo / "runs/job-7/STOP").touch()
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 75 and "stopped on request" in output
     assert asked(repo) == []
 
@@ -208,15 +208,15 @@ def test_corrupt_status_stops_no_chain(repo: Path, submit: Submit, text: str) ->
     (repo / "runs/job-7").mkdir(parents=True)
     (repo / "runs/job-7/status.json").write_text(text)
     job = submit(PLAN="resume_me:75")
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 75 and "requeued, to go on from step 3" in output, output
 
 
 def test_bad_input_is_rejected_before_any_work(repo: Path, submit: Submit) -> None:
     job = submit("--num_step=5")
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 2 and "--num_step is not a flag; did you mean --num_steps?" in output
     job = submit(SLURM_SUBMIT_DIR="/")
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == 2 and "SLURM_SUBMIT_DIR (/) must lie in the repository" in output
     assert not (repo / "called.json").exists() and not (repo / "runs").exists()

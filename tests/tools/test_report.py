@@ -114,7 +114,7 @@ def test_browser_draws_the_page(restarted: Path, tmp_path: Path) -> None:
         assert main(["report", *map(str, copies), f"--output={pages[-1]}"]) == 0
     driver = Path(__file__).with_name("drive_page.mjs")
     ended = subprocess.run(
-        ["node", str(driver), *map(str, pages)], capture_output=True, text=True, timeout=120
+        ["node", str(driver), *map(str, pages)], capture_output=True, text=True, timeout=300
     )
     if "Cannot find package" in ended.stderr:
         pytest.skip("puppeteer-core is not installed")

@@ -414,7 +414,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script.write_text(ORPHANS)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=60, env=env
+        [sys.executable, script], capture_output=True, text=True, timeout=300, env=env
     )
     pids = ended.stdout.split()
     assert len(pids) == 2
