@@ -17,7 +17,8 @@ def test_ramped_micro_batches_train_like_single_sequences(tmp_path: Path) -> Non
     fitted = [*base, "--batch_size=4", "--rampup_micro_batch=True"]
     trained(*base, "--batch_size=1", f"--output_dir={tmp_path}/ones")
     trained(*fitted, f"--output_dir={tmp_path}/alone")
-    trained(*fitted, "--exit_step=3", f"--output_dir={tmp_path}/parts")
+    stopped = run(*fitted, "--exit_step=3", f"--output_dir={tmp_path}/parts")
+    assert stopped.returncode == 75, stopped.stderr
     trained(*fitted, f"--output_dir={tmp_path}/parts", nproc=2)
     wanted = metrics(tmp_path / "ones")
     assert [record["batch_rows"] for record in wanted.values()] == [2, 2, 2, 2, 4, 4, 6]

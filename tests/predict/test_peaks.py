@@ -94,8 +94,8 @@ def test_peak_memory_is_predicted(name: str, tmp_path: Path) -> None:
     grown, expected = json.loads(texts[0].splitlines()[-1])
     print(f"{name}: predicted {expected / 2**20:.0f} MiB, measured {grown / 2**20:.0f}")
     assert grown > 2**31
-    # The kernel may reclaim pages on a busy machine, so the measured peak can be too low.
-    assert 0.85 * grown <= expected <= 1.25 * grown
+    # The allocator's growth varies, and on a busy machine the kernel may reclaim pages.
+    assert 0.8 * grown <= expected <= 1.25 * grown
 
 
 def train(case: dict[str, Any]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import BF16, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.config.values import counted
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
@@ -147,7 +148,7 @@ def test_largest_batch_that_fits_is_chosen(flags: str, rows: list[int]) -> None:
             fitting = [count for count in rows if sizes[count] <= (1 - MARGIN) * available]
             assert plan.batch_size == max(fitting, default=rows[0])
             assert plan.global_batch_size == total and spec.config.training.batch_size == "auto"
-            shape = f"{plan.batch_size} sequences x {plan.dp_size} ranks x "
+            shape = f"{counted(plan.batch_size, 'sequence')} x {plan.dp_size} ranks x "
             assert shape in spec.chosen["batch_size"] and "recompute" not in spec.chosen
 
 
@@ -206,7 +207,7 @@ def test_resume_keeps_choices_that_fit() -> None:
         again = run_of(*flags, available=available, resume=resume)
         assert again.config.parallel == first.config.parallel and again.batch == first.batch
         assert again.chosen["recompute"].startswith("auto keeps cheap: about ")
-        kept = f"auto keeps {first.batch.batch_size} sequences x 8 ranks x "
+        kept = f"auto keeps {counted(first.batch.batch_size, 'sequence')} x 8 ranks x "
         assert again.chosen["batch_size"].startswith(kept)
         assert check_resume(again, resume) == []
     less = run_of(*flags, available=needed - 1, resume=resume)
