@@ -292,17 +292,15 @@ def describe_flags(parsed: Parsed[Any]) -> str:
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 
 
-_EXAMPLES = (
-    "\nexamples:",
-    "  python main_training.py --model_variant=tiny --use_dummy_dataset=True --num_steps=20",
-    "  torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=/data/tokens\n",
-)
-
-
 def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
     """Returns type, default, choices and help of all flags; for training a few unless `every`."""
     lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
-    lines += _EXAMPLES if config_type is TrainConfig else ()
+    if config_type is TrainConfig:
+        lines += [
+            "\nexamples:",
+            f"  {usage} --model_variant=tiny --use_dummy_dataset=True --num_steps=20",
+            "  torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=/data\n",
+        ]
     first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
     texts = help_texts(config_type)
     for section, rows in rows_by_section(config_type):
