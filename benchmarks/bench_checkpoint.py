@@ -4,9 +4,9 @@ stall  time that the loop waits for a background save, against a copy of the sam
 save   bytes on disk per second, fsync included, against a plain writer of equal bytes and process count
 load   verified load from a cold page cache, against a plain reader of equal bytes and process count
 
-python benchmarks/bench_checkpoint.py [--variant=194m --ranks=2 --rounds=3 --folder=/tmp/bench_checkpoint]
+python benchmarks/bench_checkpoint.py [--variant=194m --ranks=2 --rounds=3 --folder=/tmp]
 
---folder is on the disk to measure and needs the space of five checkpoints.
+--folder is on the disk to measure, which needs the space of five checkpoints; the files are removed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -221,7 +222,7 @@ def launch_workers(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    settings = dict(variant="194m", ranks=2, rounds=8, folder=Path("/tmp/bench_checkpoint"))
+    settings = dict(variant="194m", ranks=2, rounds=8, folder=Path(tempfile.gettempdir()))
     parser = parser_of(__doc__, **settings)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -231,10 +232,9 @@ def main() -> None:
 
     let_gpu_memory_grow()  # in the processes of torchrun
     about = about_machine()
-    shutil.rmtree(options.folder, ignore_errors=True)
-    options.folder.mkdir(parents=True)
-    result = launch_workers(options)
-    shutil.rmtree(options.folder)
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=options.folder) as folder:
+        options.folder = Path(folder)
+        result = launch_workers(options)
     record = about | {"variant": options.variant, "ranks": options.ranks, **result}
     write_result(record, options.output)
     print(json.dumps({name: value for name, value in record.items() if name != "rounds"}, indent=1))

@@ -1,6 +1,6 @@
 """Prints flags for three models on 8 to 4,096 GPUs, with memory and bytes sent per rank and step.
 
-    python benchmarks/parallel_recipes.py     # prints the table of docs/guides/parallelism.md
+    python benchmarks/parallel_recipes.py     # prints the table of docs/reference/parallelism-tables.md
 
 All values are arithmetic, equal to `python -m fms_fsdp estimate` with the same flags, for steps of 4,194,304
 tokens (1,024 rows of 4,096), nodes of 8 GPUs, bf16. Nothing was measured on such machines.
@@ -97,7 +97,7 @@ def figures(variant: str, gpus: int, flags: str) -> Recipe:
 
 
 def table(recipes: list[Recipe]) -> str:
-    """Returns the table of docs/guides/parallelism.md."""
+    """Returns the table of docs/reference/parallelism-tables.md."""
     head = "| model | GPUs | flags | rows × dp × micro-steps | GiB a rank | GiB sent by a rank in a step |"
     return "\n".join([head, "|---|---|---|---|---|---|", *(recipe.row for recipe in recipes)])
 

@@ -1,6 +1,6 @@
 """Prints the settings that `--recompute=auto --batch_size=auto` chooses for four models on 1 to 512 GPUs of 80 GiB.
 
-    python benchmarks/settings_by_devices.py     # prints the table of docs/guides/parallelism.md
+    python benchmarks/settings_by_devices.py     # prints the table of docs/reference/parallelism-tables.md
 
 All figures are arithmetic, by the functions that a launch uses, for steps of 4,194,304 tokens (1,024 rows of
 4,096), nodes of 8 GPUs, bf16, compiled blocks. Nothing was measured on such machines.
@@ -74,7 +74,7 @@ def setting(variant: str, devices: int) -> Setting:
 
 
 def table(settings: list[Setting]) -> str:
-    """Returns the table of docs/guides/parallelism.md."""
+    """Returns the table of docs/reference/parallelism-tables.md."""
     head = "| devices | model | strategy | recompute | rows × micro-steps | GiB a rank |"
     return "\n".join([head, "|---|---|---|---|---|---|", *(each.row for each in settings)])
 

@@ -142,7 +142,7 @@ def generate(
         logits_BV = model(tokens_BS.to(device), caches=caches)[:, -1].cpu()
         if not logits_BV.isfinite().all():
             raise UserError(
-                "the logits are not finite because the training diverged; choose an earlier --step"
+                "the logits are not finite: the training diverged; use an earlier checkpoint"
             )
         p_BV = probabilities(logits_BV, sampling)
         new: list[int | None] = [None] * len(prompts)

@@ -1,4 +1,4 @@
-"""The values of a run: its resolved config, its state between two steps, and the metadata of a checkpoint.
+"""The values of a run: resolved config, state between two steps, metadata of a checkpoint.
 
 RunConfig       config.json: the flags by section, and `resolved`, the values that follow from them
 TrainState      the objects that the loop changes, and its progress

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_compare import RULES, SMOKE, first_wrong  # noqa: E402
 
 
-def slot(*argv: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def session(*argv: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "scripts/gpu_session.sh", *map(str, argv)]
     settings = os.environ | {"PYTHON": sys.executable} | environment
     return subprocess.run(
@@ -31,7 +31,7 @@ def slot(*argv: str | Path, **environment: str) -> subprocess.CompletedProcess[s
 @functools.cache
 def commands(part: str, gib: int) -> list[str]:
     """What a part calls on a GPU of this memory."""
-    printed = slot(part, "/tmp", DRY_RUN="1", GPU_GIB=str(gib))
+    printed = session(part, "/tmp", DRY_RUN="1", GPU_GIB=str(gib))
     assert printed.returncode == 0, printed.stderr
     return printed.stdout.splitlines()
 
@@ -78,13 +78,13 @@ def test_rules_and_sweeps_match() -> None:
 @pytest.mark.parametrize("gpus", [0, 1, 4])
 def test_axes_are_measured_on_several_gpus(tmp_path: Path, gpus: int) -> None:
     python = fake_python(tmp_path, f"echo {gpus}")
-    printed = slot("5", tmp_path, PYTHON=str(python), DRY_RUN="1", GPU_GIB="139").stdout
+    printed = session("5", tmp_path, PYTHON=str(python), DRY_RUN="1", GPU_GIB="139").stdout
     assert ("benchmarks/bench_parallel.py --device=cuda" in printed) == (gpus > 1)
 
 
 @pytest.mark.parametrize("part", [[], ["6"]])
 def test_other_part_is_rejected(part: list[str]) -> None:
-    rejected = slot(*part)
+    rejected = session(*part)
     assert (rejected.returncode, rejected.stdout) == (2, "")
     assert "must be a number from 1 to 5" in rejected.stderr
 
@@ -105,7 +105,7 @@ def test_wrong_case_is_not_measured(tmp_path: Path) -> None:
     wrong = {name: first_wrong(runs, name) for name in ("compiled_float8", "compiled_pure")}
     assert all(row is not None for row in wrong.values())
     called = fake_python(tmp_path, "")
-    done = slot("2", tmp_path, PYTHON=str(called), GPU_GIB="139")
+    done = session("2", tmp_path, PYTHON=str(called), GPU_GIB="139")
     measured = [
         line.split("--output=")[1].split()[0] for line in calls(tmp_path) if "bench_train" in line
     ]
@@ -148,7 +148,7 @@ def test_interrupted_machine_loses_one_case(tmp_path: Path) -> None:
         """
     dies = f'{leaves} (($(wc -l <"{tmp_path}/calls.txt") != 5)) || kill -KILL -- $PPID'
     first = tmp_path / "first"
-    ended = slot("1", first, PYTHON=str(fake_python(tmp_path, dies)), OUT=str(out), AT_ONCE="1")
+    ended = session("1", first, PYTHON=str(fake_python(tmp_path, dies)), OUT=str(out), AT_ONCE="1")
     assert ended.returncode != 0 and len(calls(tmp_path)) >= 5
     (tmp_path / "calls.txt").unlink()
     taken = out / "gpu_session.tgz"
@@ -157,7 +157,7 @@ def test_interrupted_machine_loses_one_case(tmp_path: Path) -> None:
     ).stdout
     done = {line.rpartition("/")[2] for line in before.splitlines() if line.endswith(".ok")}
     assert len(done) >= 3 and "checkpoints" not in before and "big" not in before
-    slot(
+    session(
         "1",
         bare,
         PYTHON=str(fake_python(tmp_path, leaves)),

@@ -221,11 +221,12 @@ def _read_file(path: Path, table: Mapping[str, Flag], command: str) -> dict[str,
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(
-            f"--config={path} cannot be read: {shown(str(error))}; correct the file"
+            f"--config={path} cannot be read: {shown(str(error))}; correct or replace the file"
         ) from None
     if not isinstance(content, dict):
         raise UserError(
-            f"--config={path} must contain flags by name, not a {type(content).__name__}; write an object"
+            f"--config={path} must contain flags by name, not a {type(content).__name__}; write a JSON "
+            "object"
         )
     is_recorded = isinstance(content.get("resolved"), dict)  # a config.json
     if is_recorded:

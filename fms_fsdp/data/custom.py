@@ -43,8 +43,8 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
     """Returns the function that `--dataset_builder` names, with `--data_kwargs` bound as text.
 
     It is called as `build(section, seed=…, vocab_size=…, global_batch_size=…, dp_rank=…, dp_size=…,
-    pin_memory=…, **data_kwargs)`. The object that it builds must have the methods in `REQUIRED`, with the meaning that
-    `stream.Stream` gives them, and may have the others.
+    pin_memory=…, **data_kwargs)`. The stream that it builds must have the methods in `REQUIRED`, with the
+    meaning that `stream.Stream` gives them, and may have the others.
 
     Raises: UserError if there is no such module or function, or (when called) if the stream lacks a method.
     """

@@ -365,7 +365,8 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
             name = "rope_type" if name == "type" else name
             if value is not None and found.setdefault(name, value) != value:
                 raise UserError(
-                    f"{table}.{_text(name)}={_text(value)} contradicts {_text(found[name])}; remove one"
+                    f"{table}.{_text(name)}={_text(value)} contradicts {_text(found[name])}; "
+                    "remove one of the two"
                 )
     for (names, default), key in (
         (family.theta, "rope_theta"),
@@ -376,7 +377,8 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
         for name in names:
             if content.get(name) not in (None, found[key]):
                 raise UserError(
-                    f"{name}={_text(content[name])} contradicts {key}={_text(found[key])}; remove one"
+                    f"{name}={_text(content[name])} contradicts {key}={_text(found[key])}; "
+                    "remove one of the two"
                 )
     kind = found.pop("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:

@@ -1,7 +1,7 @@
 """The log line, metrics.jsonl and the trackers.
 
 Between reports nothing is read back from the device. Every rank measures; rank 0 writes.
-docs/guides/monitoring.md defines each number of a record.
+docs/reference/metrics.md defines each value of a record.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def step_by_tokens(run: RunConfig, start: TrainMetadata) -> Callable[[int], int]
 def plan_schedule(run: RunConfig, resume: ResumePoint) -> Milestones:
     """Returns the milestones of the learning rate.
 
-    A resumed run keeps the milestones of its checkpoint unless a flag of the schedule changed: another
+    A resumed run keeps its checkpoint's milestones unless a flag of the schedule changed: another
     length only moves a last phase of wsd that has not begun. A new run with a ramp of the batch
     counts tokens, and a resumed run keeps the unit that it counted in.
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of part 3."""
-    folder = tmp_path_factory.mktemp("slot")
+    folder = tmp_path_factory.mktemp("session")
     environment = with_gpu() | {"PYTHON": sys.executable, "OMP_NUM_THREADS": str(os.cpu_count())}
     subprocess.run(
         ["bash", "scripts/gpu_session.sh", "3", folder], cwd=ROOT, env=environment, timeout=900

@@ -30,9 +30,7 @@ CASES = [(name, case) for name in SIZES for case in sweeps(name)]
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_a_case_of_the_slot_fits_its_gpu(
-    device: Device, tmp_path: Path, name: str, case: str
-) -> None:
+def test_session_case_fits_its_gpu(device: Device, tmp_path: Path, name: str, case: str) -> None:
     """By bench_train.py, with a round in place of three."""
     result, flags = tmp_path / "result.json", sweeps(name)[case]
     script = "benchmarks/bench_train.py"

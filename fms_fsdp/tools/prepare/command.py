@@ -106,7 +106,8 @@ class PrepareConfig(ShardsConfig):
             raise UserError(f"--vocab_size={self.vocab_size} requires --train_tokenizer; add it")
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise UserError(
-                f"--max_tokens={self.max_tokens} must not be below --min_tokens={self.min_tokens}; lower that"
+                f"--max_tokens={self.max_tokens} must not be below --min_tokens={self.min_tokens}; "
+                "lower --min_tokens"
             )
 
     @property
