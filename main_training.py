@@ -153,6 +153,7 @@ def main(argv: list[str]) -> int:
             log.info(status.reason)
             runtime.shut_down()
             return status.exit_status
+        status.open(run_dir.folder, start.step)  # on rank 0 before any rank goes on
         run_on_rank0(partial(run_dir.write_config, run, attempt))
         at_end.callback(runtime.close_log_files)
         if world.rank == 0:
@@ -160,7 +161,6 @@ def main(argv: list[str]) -> int:
             log.info("run folder %s (attempt %d)", run_dir.folder, attempt)
         elif cfg.log.log_all_ranks:
             runtime.log_to_file(run_dir.folder / f"log.rank{world.rank}.txt")
-        status.open(run_dir.folder, start.step)
         setup.check_failed_step(stream, failed_step, start.step)
         runtime.log_for_files(describe_flags(parsed))
         log.info("%s\n%s", describe_changes(parsed), summary)

@@ -73,7 +73,8 @@ class RunStatus:
         now = time.monotonic()
         if self.rank == 0 and self.folder is not None and now - self._step_saved >= 1.0:
             self._step_saved = now
-            self._write(self.folder / "status.json", RUNNING)
+            if not self.peer_failed():  # else its reason and the step of its data would be lost
+                self._write(self.folder / "status.json", RUNNING)
 
     def end(self, outcome: str, reason: str) -> None:
         self.outcome, self.reason = outcome, reason

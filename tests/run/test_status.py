@@ -53,6 +53,7 @@ def test_first_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with RunStatus() as other:
         other.open(tmp_path, 0)
         raise RunFailed("out of memory", on_one_rank=True)
+    first.save_step()  # of a step that rank 0 ended meanwhile
     first.report(RuntimeError("connection closed by peer"))
     failed = {"status": "failed", "step": 0, "reason": "out of memory", "worlds": [[0, 1]]}
     assert status(tmp_path) == failed and first.peer_failed()
