@@ -2,8 +2,8 @@
 import puppeteer from "puppeteer-core";
 
 const browser = await puppeteer.launch({
-  executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium-headless-shell",
-  args: ["--no-sandbox", "--disable-gpu"],
+  executablePath: process.env.CHROMIUM ?? "/usr/bin/chromium",
+  args: ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"],
 });
 const page = await browser.newPage();
 const errors = [], requests = [];
@@ -18,10 +18,11 @@ for (const path of process.argv.slice(2)) {
   await page.goto(`file://${path}`);
   const shown = await page.$$eval("figure", figures => figures.filter(each => !each.hidden).length);
   check(shown > 0, `${path}: no chart`);
-  const canvas = (await page.$$("canvas"))[0], box = await canvas.boundingBox();
+  const first = await page.evaluate(() => CHARTS.findIndex(chart => !chart.figure.hidden));
+  const box = await (await page.$("figure:not([hidden]) canvas")).boundingBox();
   await page.mouse.move(box.x + box.width * 0.5, box.y + 100);
   check(await page.$(".tip"), `${path}: no values under the pointer`);
-  const range = () => page.evaluate(() => CHARTS[0].scale.slice(0, 2));
+  const range = () => page.evaluate(index => CHARTS[index].scale.slice(0, 2), first);
   const before = await range();
   await page.mouse.move(box.x + 150, box.y + 100);
   await page.mouse.down();

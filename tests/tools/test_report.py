@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -102,9 +103,11 @@ def test_failed_write_keeps_the_older_page(
     assert page.read_text() == "older"
 
 
+CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+
+
 @pytest.mark.skipif(
-    shutil.which("chromium-headless-shell") is None or shutil.which("node") is None,
-    reason="no headless Chromium",
+    CHROMIUM is None or shutil.which("node") is None, reason="Chromium or node is not installed"
 )
 def test_browser_draws_the_page(restarted: Path, tmp_path: Path) -> None:
     pages = []
@@ -114,7 +117,11 @@ def test_browser_draws_the_page(restarted: Path, tmp_path: Path) -> None:
         assert main(["report", *map(str, copies), f"--output={pages[-1]}"]) == 0
     driver = Path(__file__).with_name("drive_page.mjs")
     ended = subprocess.run(
-        ["node", str(driver), *map(str, pages)], capture_output=True, text=True, timeout=300
+        ["node", str(driver), *map(str, pages)],
+        env=os.environ | {"CHROMIUM": str(CHROMIUM)},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     if "Cannot find package" in ended.stderr:
         pytest.skip("puppeteer-core is not installed")
