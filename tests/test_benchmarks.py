@@ -186,3 +186,19 @@ def test_programs_are_compared_by_packages_and_mistyped_flag(
         found["mistyped_flag"]["exit_status"] == 2
         and len(found["mistyped_flag"]["cpu_s_rounds"]) == 3
     )
+
+
+@pytest.mark.slow
+def test_race_skips_absent_peers(tmp_path: Path) -> None:
+    flags = "--shapes=tiny --precision=fp32 --mode=eager --rounds=1 --warmup=2 --steps=1"
+    peers = "--contestants=ours,plain,litgpt"
+    script = [sys.executable, "benchmarks/race.py", *flags.split(), peers]
+    done = subprocess.run(
+        [*script, f"--output={tmp_path}/r.json"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "litgpt is not installed: skipped" in done.stderr
+    (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
+    assert case["ratio_wall"].keys() == {"plain"}
+    for losses in case["losses"].values():
+        assert 6 < losses[0] < 7 and losses[1] < losses[0]  # a uniform guess: ln 512 = 6.24
