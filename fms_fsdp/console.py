@@ -73,7 +73,7 @@ class Console(logging.StreamHandler[TextIO]):
 
 
 def _terminal_behind() -> int | None:
-    """The open terminal that LAUNCH_TERMINAL names; None without such a terminal."""
+    """Opens the terminal that LAUNCH_TERMINAL names; returns None without such a terminal."""
     try:
         # the terminal must not become the one that controls this process
         number = os.open(os.environ.get("LAUNCH_TERMINAL", ""), os.O_WRONLY | os.O_NOCTTY)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 
 def before_torch() -> None:
-    """All that must be set before torch is imported. Python looks for no garbage until `gc.enable`, nor at
-    the end of the process: modules make hundreds of thousands of objects, and all of them stay."""
+    """Applies the settings that must precede the import of torch.
+
+    The garbage collector is off until `gc.enable`, and at the end of the process: importing modules
+    creates hundreds of thousands of objects, and all of them stay.
+    """
     gc.disable()
     atexit.register(gc.freeze)
     set_thread_waiting()
@@ -41,8 +44,8 @@ def set_thread_waiting() -> None:
 
 
 def let_gpu_memory_grow() -> None:
-    """Lets torch's allocator on GPUs extend its segments in place: otherwise freed pieces of other sizes lie
-    idle between them, and memory runs out early.
+    """Lets torch's allocator on GPUs extend its segments in place: otherwise freed blocks of
+    other sizes stay unused between them, and memory runs out early.
 
     The function must run before torch is imported. Settings of the user stay as they are.
 

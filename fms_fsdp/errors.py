@@ -88,8 +88,8 @@ def import_function(name: str, flag: str) -> Any:
 
 
 def is_for_user(error: BaseException) -> bool:
-    """Says whether the user can correct the error: a UserError, a full disk, or a named file that is missing,
-    forbidden or on a disk that cannot be written. Other errors, also of the system, are bugs."""
+    """Returns whether the user can correct the error: a UserError, a full disk, or a named file that is
+    missing, forbidden or on a disk that cannot be written. Other errors, also of the system, are bugs."""
     if isinstance(error, UserError) or not isinstance(error, OSError):
         return isinstance(error, UserError)
     return error.errno in _FULL_DISK or (error.errno in _ABOUT_PATHS and error.filename is not None)
@@ -141,7 +141,7 @@ def env_rank() -> int:
 
 
 def print_and_end(text: str) -> NoReturn:
-    """Answers a question that was asked in place of work: rank 0 prints, and the process ends with 0."""
+    """Prints `text` on rank 0 and ends the process with exit code 0, for flags such as --help."""
     if env_rank() == 0:
         with printing():
             print(text)

@@ -76,7 +76,7 @@ def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
 
 
 def has_control_character(text: str) -> bool:
-    """Whether a text can break a line of a log or move the cursor of a terminal."""
+    """Returns whether a text can break a line of a log or move the cursor of a terminal."""
     return _UNPRINTABLE.search(text) is not None
 
 

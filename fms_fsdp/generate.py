@@ -1,8 +1,8 @@
 """Text generation: load a model, then sample tokens with a KV cache.
 
-    model, tokenizer, rules = load("runs/quickstart")
-    for pieces in stream_text(loaded, ["Once upon a time"], Sampling(), max_new_tokens=100):
-        print(pieces[0], end="")
+    loaded = load("runs/quickstart")
+    for texts in stream_text(loaded, ["Once upon a time"], Sampling(), max_new_tokens=100):
+        print(texts[0], end="")
 
 The prompts of a batch are read in one pass up to the shortest of them. Then all sequences
 advance by one position per step: a sequence that is still in its prompt takes the prompt's token,

@@ -72,7 +72,7 @@ class RunConfig:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        """The values beyond the flags, in JSON types."""
+        """The settings that do not follow from the flags alone, in JSON types."""
         return {
             "version": VERSION,
             "world_size": self.world_size,
@@ -175,7 +175,7 @@ class TrainMetadata:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether its weights are worth resuming from or exporting: one bad step is bad luck."""
+        """Whether its weights are worth resuming from or exporting; one skipped step does not matter."""
         return self.non_finite_steps < 2
 
     @property
@@ -207,7 +207,7 @@ class TrainMetadata:
 
 
 def read_train_metadata(content: Mapping[str, Any]) -> TrainMetadata:
-    """Reads what `TrainMetadata.content` wrote; ignores unknown entries.
+    """Reads the dictionary that `TrainMetadata.content` returned; ignores unknown entries.
 
     Raises:
         UserError: it has no step.
@@ -221,7 +221,7 @@ def read_train_metadata(content: Mapping[str, Any]) -> TrainMetadata:
 def located_sections(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the sections of a config.json, with paths that are valid in any working folder.
 
-    Links are not resolved, because the user may move what a link names.
+    Links are not resolved, because the user may move the target of a link.
     """
     folder = content.get("resolved", {}).get("working_dir", "")
     sections = {}
@@ -275,7 +275,7 @@ class TrainState:
     rounding                    context of the gradient-accumulation steps of a step, within which
                                 weights may be rounded copies
     non_finite_steps            consecutive ones up to `step`, over all launches
-    stop_reason                 why the launch ends before the run does; "" while it goes on
+    stop_reason                 why the launch ends before the run does; "" while it trains
     """
 
     model: nn.Module
@@ -305,7 +305,7 @@ class TrainState:
         self._seen_before = self.samples_seen, self.tokens_seen
 
     def count(self, samples: int, tokens: int) -> None:
-        """Counts a step on so many samples and tokens, of all ranks."""
+        """Counts a step of `samples` sequences and `tokens` tokens, over all ranks."""
         self.step += 1
         self.metrics = {}
         self.batch_samples, self.batch_tokens = samples, tokens

@@ -1,4 +1,4 @@
-"""The training loop: what happens in a step, in the order in which it happens.
+"""The training loop: the operations of a step, in their order.
 
 The loss of a step is the sum over all unmasked labels of the global batch, divided by their number.
 The number is known before the first backward pass, so the gradient of every micro-batch has its final
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class TrainStep:
     """The settings that are constant over the training loop.
 
-    micro_batch_at   sequences of a micro-batch, given those of the step on this rank; None: batch_size
+    micro_batch_at   sequences of a micro-batch, by the sequences of the step on this rank; None: batch_size
     dropout_seed     None, unless the model has dropout
     vocab_size       `train` checks that tokens and labels are below it; None checks nothing
     gc_interval      steps between collections of Python's garbage; 0 lets Python choose
@@ -143,7 +143,7 @@ def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
     """Returns this rank's batch of the next step.
 
     Raises:
-        UserError: the data cannot be read, or are not what the model can use.
+        UserError: the data cannot be read, or does not fit the model.
     """
     with checking_input(on_one_rank=True, data_step=state.step + 1), record_function("data"):
         batch = state.stream.next_batch()

@@ -358,7 +358,7 @@ def delete(folder: Path) -> None:
 
 
 def clean_up(root: Path) -> Iterator[Path]:
-    """Deletes what interrupted saves and deletions left, and yields each folder. Owner only."""
+    """Deletes the remains of interrupted saves and deletions, and yields each folder. Owner only."""
     for path, state in leftovers(root):
         if state in ("partial", "deleted"):
             shutil.rmtree(path, ignore_errors=True)

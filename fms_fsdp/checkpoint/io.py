@@ -256,7 +256,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Results(list[WriteResult]):
-    """What a rank wrote, with {file name: (bytes, checksum)}; DCP sends it to rank 0."""
+    """Write results of a rank, with {file name: (bytes, checksum)}; DCP sends it to rank 0."""
 
     files: dict[str, tuple[int, int]]
 

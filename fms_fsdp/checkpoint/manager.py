@@ -1,4 +1,4 @@
-"""When a run saves, what it deletes, and how it learns that a background save failed.
+"""When a run saves, which checkpoints it deletes, and how it learns that a background save failed.
 
 save:     copy to host memory │ thread: write, checksum, sync, rename
 delete:   only after a later step was finite, so the newest checkpoint is known to be healthy
@@ -34,8 +34,8 @@ class CheckpointManager:
     """Saves and deletes the checkpoints of a launch. All methods are collective.
 
     `settle()` completes `state.non_finite_steps` and `state.last_finite_step`, which may lag a step
-    behind on a GPU. `alive(extra_s)` tells the watchdog that this rank may wait for another rank's
-    save. `event` records a failure in metrics.jsonl. `save_s`: duration of the last save, at first an
+    behind on a GPU. `alive(extra_s)` extends the watchdog's deadline, because this rank may wait for
+    another rank's save. `event` records a failure in metrics.jsonl. `save_s`: duration of the last save, at first an
     estimate. `host_bytes`: host memory that the copies of this rank may take.
     """
 

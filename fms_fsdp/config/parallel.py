@@ -80,9 +80,9 @@ class ParallelConfig:
         choices="attention every_second_product products",
         needs="recompute=ops|recompute=auto",
     )
-    """Results that --recompute=ops keeps; a product is the result of a matmul (default:
-    attention,every_second_product; from 8,192 tokens per sequence without the feed-forward
-    layer's)."""
+    """Results that --recompute=ops keeps: of attention, of every matmul (products) or of every second
+    one (default: attention,every_second_product; from 8,192 tokens per sequence without matmuls of
+    the feed-forward layer)."""
     low_cpu_fsdp: bool = flag(True)
     """Build the model shard by shard, so that no rank holds the full model."""
     use_torch_compile: bool | None = flag(None)

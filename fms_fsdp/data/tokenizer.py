@@ -127,7 +127,7 @@ class ByteTokenizer:
         return None
 
     def save(self, folder: Path) -> None:
-        """Has no file."""
+        """Writes nothing: the byte tokenizer has no file."""
 
 
 class SentencePieceTokenizer:
@@ -144,8 +144,10 @@ class SentencePieceTokenizer:
                 self._processor.id_to_piece(number)
         except (RuntimeError, UnicodeDecodeError) as error:
             text = shown(str(error))
-            rule = f"is not a sentencepiece model: {text}; give its tokenizer.json if it has one"
-            raise UserError(f"--tokenizer ({name}) {rule}") from error
+            raise UserError(
+                f"--tokenizer ({name}) is not a sentencepiece model: {text}; set --tokenizer to its "
+                "tokenizer.json"
+            ) from error
         eos_id = self.token_id(eos_token) if eos_token else int(self._processor.eos_id())
         if eos_id is None or eos_id < 0:
             raise UserError(no_end_token(name, eos_token))
@@ -226,7 +228,7 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _load(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
-    """`digest` is of all files that count, so that a changed file is read again."""
+    """Loads a tokenizer; `digest` covers its files, so that the cache rereads a changed file."""
     if path.suffix == ".json":
         from fms_fsdp.hf.tokenizer import HFTokenizer
 

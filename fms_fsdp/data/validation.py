@@ -170,8 +170,10 @@ def _scan(
         for source in corpus.sources:
             if trained.source(source.name):
                 name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
-                remedy = "name the sources to train on in --datasets, or others here"
-                raise UserError(f"{name} ({source.name}) must not be trained on; {remedy}")
+                raise UserError(
+                    f"{name} ({source.name}) must not be trained on; set --datasets to the sources to "
+                    "train on, or name others here"
+                )
     if used is not None:
         ours = folder_tokenizer(f"{flag} ({corpus.storage.root})", corpus.tokenizer, data.data_path)
         check_same_tokenizer(ours, used, "prepare both with one tokenizer")

@@ -227,7 +227,7 @@ def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
-            f"model_type={_text(kind)} is not supported; supported: {', '.join(FAMILIES)}"
+            f"model_type={_text(kind)} is not supported; it must be one of {', '.join(FAMILIES)}"
         )
     family = FAMILIES[kind]
     _reject_unknown(family, content)
@@ -254,9 +254,9 @@ def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
             content, "activation_function" if kind == "gpt2" else "hidden_act"
         )
     if kind == "gpt2" and (embedding := content.get("embd_pdrop", 0.1)) != values["dropout"]:
-        rule = "--dropout sets both; edit config.json"
         raise UserError(
-            f"embd_pdrop={_text(embedding)} must equal resid_pdrop={values['dropout']}; {rule}"
+            f"embd_pdrop={_text(embedding)} must equal resid_pdrop={values['dropout']}, because "
+            "--dropout sets both; edit config.json"
         )
     values |= _rope(family, content, values["max_seq_len"])
     config = TransformerConfig(**values)
@@ -280,7 +280,7 @@ def _same(value: Any, allowed: Any) -> bool:
 
 def _reject_unknown(family: Family, content: Mapping[str, Any]) -> None:
     """Raises UserError for a field that the family does not list. Null means not set, and false means
-    off, except where false changes what the class computes."""
+    off, unless false changes the computation of the class."""
     names = [*family.fields, *family.also.split(), *_HARMLESS]
     if family.theta is not None:
         names += [*family.theta[0], *family.fraction[0], "rope_scaling", "rope_parameters"]
@@ -292,12 +292,10 @@ def _reject_unknown(family: Family, content: Mapping[str, Any]) -> None:
         )
         if name in names or is_off or any(_same(value, each) for each in allowed):
             continue
-        fix = "remove it from config.json if the model does not use it"
+        rule = f"{_text(name)}={_text(value)} is not supported for {family.model_type}"
         if allowed:
-            fix = f"supported: {', '.join(map(str, allowed))}"
-        raise UserError(
-            f"{_text(name)}={_text(value)} is not supported for {family.model_type}; {fix}"
-        )
+            raise UserError(f"{rule}; it must be one of {', '.join(map(str, allowed))}")
+        raise UserError(f"{rule}; remove it from config.json if the model does not use it")
 
 
 def _read(family: Family, content: Mapping[str, Any], name: str, option: str) -> Any:
@@ -322,7 +320,7 @@ def _read(family: Family, content: Mapping[str, Any], name: str, option: str) ->
 def _activation(content: Mapping[str, Any], name: str) -> str:
     value = content.get(name, "gelu_new" if name == "activation_function" else "gelu")
     if not isinstance(value, str) or value not in _GELUS:
-        raise UserError(f"{name}={_text(value)} is not supported; supported: {', '.join(_GELUS)}")
+        raise UserError(f"{name}={_text(value)} must be one of {', '.join(_GELUS)}")
     return _GELUS[value]
 
 
@@ -332,9 +330,9 @@ def _sliding_window(family: Family, content: Mapping[str, Any], num_layers: int)
     if window is not None and not (type(window) is int and 1 <= window <= 1 << 31):
         raise UserError(f"sliding_window={_text(window)} must be a positive integer or null")
     if content.get("use_sliding_window") not in (None, False):
-        rule = "our models have a window in every layer or in none"
         raise UserError(
-            f"use_sliding_window={_text(content['use_sliding_window'])} is not supported: {rule}"
+            f"use_sliding_window={_text(content['use_sliding_window'])} must be false, because our "
+            "models have a window in every layer or in none"
         )
     if (types := content.get("layer_types")) is not None:
         expected = "sliding_attention" if window else "full_attention"
@@ -383,7 +381,7 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
     kind = found.pop("rope_type", "default")
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise UserError(
-            f"rope_type={_text(kind)} is not supported; supported: {', '.join(_ROPE_KEYS)}"
+            f"rope_type={_text(kind)} is not supported; it must be one of {', '.join(_ROPE_KEYS)}"
         )
     known = {"rope_theta", "partial_rotary_factor", *_ROPE_KEYS[kind]}
     known |= {"original_max_position_embeddings"} if kind == "llama3" else set()
@@ -396,17 +394,18 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
         if type(value) not in (int, float) or not 0 < value <= 1e30:
             raise UserError(f"{name}={_text(value)} must be a positive number")
     theta, fraction = float(found["rope_theta"]), float(found["partial_rotary_factor"])
-    if theta < 1 or fraction > 1 or (fraction < 1 and family.model_type != "gpt_neox"):
-        raise UserError(
-            f"rope_theta={theta:g} with partial_rotary_factor={fraction:g} is not supported"
-        )
+    if theta < 1:
+        raise UserError(f"rope_theta={theta:g} must be at least 1")
+    if fraction > 1 or (fraction < 1 and family.model_type != "gpt_neox"):
+        limit = "at most 1" if fraction > 1 else f"1 for {family.model_type}"
+        raise UserError(f"partial_rotary_factor={fraction:g} must be {limit}")
     if missing := [name for name in _ROPE_KEYS[kind] if name not in found]:
         raise UserError(f"{missing[0]} is missing for rope_type={kind}; add it to config.json")
     factor, scaling = float(found.get("factor", 1.0)), None
-    if factor < 1 or (kind != "default" and family.model_type == "gpt_neox"):
-        raise UserError(
-            f"rope_type={kind} with factor={factor:g} is not supported for {family.model_type}"
-        )
+    if factor < 1:
+        raise UserError(f"factor={factor:g} of rope_type={kind} must be at least 1")
+    if kind != "default" and family.model_type == "gpt_neox":
+        raise UserError(f"rope_type={kind} must be default for {family.model_type}")
     if kind == "linear" and factor > 1:
         scaling = RopeScaling(factor, kind="linear")
     elif kind == "llama3":
@@ -441,13 +440,17 @@ def find_family(config: TransformerConfig) -> Family:
         if nearest is None or len(lost) < len(nearest[1]):
             nearest = family, lost
     if nearest is None:
-        raise UserError("the sizes of the model fit no Hugging Face family")
+        raise UserError(
+            "no Hugging Face family supports the sizes of this model; to export a model, train a variant "
+            "of --list_variants"
+        )
     family, lost = nearest
     options = ", ".join(
         f"--{name}={getattr(config, name)} (not {value})" for name, value in lost.items()
     )
     raise UserError(
-        f"{options} is not supported by {family.architecture}, the nearest class: no export"
+        f"{options} is not supported by {family.architecture}, the nearest class of transformers; to "
+        "export a model, train it with the values in parentheses"
     )
 
 

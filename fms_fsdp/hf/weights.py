@@ -170,7 +170,7 @@ def split(
 
 
 def is_hf_checkpoint(folder: Path) -> bool:
-    """Whether the config.json of a folder is one of Hugging Face; run directories have another."""
+    """Returns whether a folder has a config.json of Hugging Face; run directories have another."""
     try:
         return "model_type" in read_json(folder / "config.json")
     except UserError:

@@ -25,7 +25,7 @@ _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes that activation checkpointing and compilation add."""
+    """Returns a parameter's name without the prefixes that activation checkpointing and compilation add."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -55,8 +55,8 @@ def init_weights(model: Llama, seed: int) -> None:
 
 
 def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
-    """Normal values for the rows (and columns) this rank holds, drawn block by block on as many threads as
-    torch uses."""
+    """Fills the rows (and columns) of this rank with normal values, drawn block by block on all threads
+    of torch."""
     local = local_shard(parameter).detach()  # no_grad does not reach the pool's threads
     rows, columns = shard_slices(parameter)
     num_columns, first_row = parameter.shape[1], rows.start

@@ -26,7 +26,7 @@ def _llama(
     scaling: float = 0,
     **more: Any,
 ) -> TransformerConfig:
-    """Llama 3, which sets `rope_scaling` from 3.1 on."""
+    """Returns a shape of Llama 3, which sets `rope_scaling` from 3.1 on."""
     more |= {"rope_scaling": RopeScaling(scaling)} if scaling else {}
     return TransformerConfig(layers, hidden, ffn, heads, kv_heads, 128256, rope_theta=5e5, **more)
 
@@ -34,7 +34,7 @@ def _llama(
 def _qwen(
     layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, **more: Any
 ) -> TransformerConfig:
-    """Qwen2.5."""
+    """Returns a shape of Qwen2.5."""
     style = dict(
         vocab_size=151936, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True, tie_embeddings=True
     )
@@ -51,14 +51,14 @@ def _qwen_large(
 def _smol(
     layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, theta: float = 1e5
 ) -> TransformerConfig:
-    """SmolLM2."""
+    """Returns a shape of SmolLM2."""
     return TransformerConfig(
         layers, hidden, ffn, heads, kv_heads, 49152, rope_theta=theta, tie_embeddings=True
     )
 
 
 def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> TransformerConfig:
-    """GPT-2's blocks (Radford et al. 2019), with GPT-3's context of 2048."""
+    """Returns GPT-2's blocks (Radford et al. 2019) with GPT-3's context of 2048."""
     style: dict[str, Any] = dict(
         norm="layernorm", activation="gelu_tanh", bias=True, pos_emb="learned"
     )
@@ -69,7 +69,7 @@ def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> TransformerConfig
 def _neox(
     layers: int, hidden: int, heads: int, multiple: int = 128, **more: Any
 ) -> TransformerConfig:
-    """GPT-NeoX's blocks (Black et al. 2022): parallel residual, a quarter of each head rotated."""
+    """Returns GPT-NeoX's blocks (Black et al. 2022): parallel residual, a quarter of each head rotated."""
     style: dict[str, Any] = dict(
         pos_emb="rope", rope_pct=0.25, parallel_residual=True, activation="gelu"
     )

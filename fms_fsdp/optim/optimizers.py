@@ -238,7 +238,10 @@ def find_factory(name: str) -> Factory:
             f"--optimizer={shown(name)} is not a function ({error}); name a function or a class"
         ) from None
     if not takes:
-        raise UserError(f"--optimizer={shown(name)} must take an argument: the parameters")
+        raise UserError(
+            f"--optimizer={shown(name)} must take the parameters as its argument; add it, or name "
+            "another function"
+        )
     return factory
 
 
@@ -321,7 +324,8 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
             config.optimizer_kwargs
         )
         raise UserError(
-            f"--optimizer={config.optimizer}{kwargs} cannot be built: {error}"
+            f"--optimizer={config.optimizer}{kwargs} cannot be built: {error}; correct the function or "
+            "--optimizer_kwargs"
         ) from error
     return state
 

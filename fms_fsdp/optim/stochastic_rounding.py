@@ -157,7 +157,7 @@ class RoundedAdamW(ShardedOptimizer):
         return super().state_dict()
 
     def _correct_step_count(self) -> None:
-        """Uncounts the last step if it was skipped; the device knows by now, so nothing waits."""
+        """Subtracts the last step from the count if it was skipped; its flag is ready, so nothing waits."""
         last, self._last_found_inf = self._last_found_inf, None
         if last is not None and last.read():
             for state in self.state.values():

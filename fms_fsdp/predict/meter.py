@@ -1,6 +1,6 @@
 """Measures the parts of a model: memory, FLOPs, traffic and communication of the real modules.
 
-    embed, block, recomputed block, head ─ forward and backward under a Meter ─▶ Cost
+    embed, block, recomputed block, head ─ forward and backward under `Meter` ─▶ Cost
 
 The modules and the parallel recipe run on the meta device, which allocates, computes and sends
 nothing. Kernels that the meta device does not choose are replaced by kernels of a GPU: flash
@@ -143,7 +143,7 @@ def _attention_flops(tensors: list[torch.Tensor], *, is_backward: bool) -> int:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what operations hold, compute and send while it is active.
+    """Counts the memory, FLOPs and traffic of operations while it is active.
 
     `known`: tensors that exist before. With `fused` a tensor counts once a matmul, attention, a norm
     or a collective has read or written it, because a compiled kernel holds it in registers. The
@@ -313,8 +313,8 @@ def _axis(name: str, size: int) -> _Axis:
 def _fused_norm(
     x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """Stands for RMSNorm as a GPU and the compiler compute it: its input is kept, and fp32 values
-    per row. On the meta device RMSNorm consists of single operations."""
+    """Replaces RMSNorm with a fused version, as a GPU and the compiler compute it: its input is kept,
+    and fp32 values per row. On the meta device RMSNorm consists of single operations."""
     return F.layer_norm(x, shape, weight, None, eps or 0.0)
 
 

@@ -30,7 +30,7 @@ class Exporter:
         self._running: tuple[int, subprocess.Popen[str]] | None = None
 
     def run_if_due(self, state: TrainState) -> None:
-        """Notes a due step, and begins an export whose checkpoint has become complete."""
+        """Records a due step, and begins an export whose checkpoint has become complete."""
         if self._is_on and (state.step % self._interval == 0 or state.is_done):
             self._due.append(state.step)
         if self._due or self._running:

@@ -19,7 +19,7 @@ def print_listing(argv: Sequence[str]) -> None:
 
 
 def version() -> str:
-    """The versions of this package, where it is installed, and of torch."""
+    """Returns the versions of torch and, if it is installed, of this package."""
     installed = {
         each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()
     }
@@ -29,7 +29,7 @@ def version() -> str:
 
 
 def variants() -> str:
-    """A table of the variants: shape, parameters, and GiB of training state a rank."""
+    """Returns a table of the variants: shape, parameters, and GiB of training state per rank."""
     head = f"{'variant':<14}{'layers':>6}{'width':>7}{'parameters':>16}"
     lines = [f"{'':43}  GiB of weights, gradients and moments on each of"]
     lines.append(head + "".join(f"{ranks:>10}" for ranks in ("1 rank", "8 ranks", "64 ranks")))

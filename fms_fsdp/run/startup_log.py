@@ -210,7 +210,7 @@ def log_startup(
 
 
 def _log_end_of_decay(run: RunConfig, saved: RunConfig, tokens_at: Callable[[int], int]) -> None:
-    """Notes that a longer run keeps the milestones of its schedule."""
+    """Logs that a longer run keeps the milestones of its schedule."""
     in_tokens, end = run.milestones.in_tokens, run.milestones.decay_end
     last = tokens_at(run.num_steps) if in_tokens else run.num_steps
     decays = run.config.optim.lr_schedule != "constant"

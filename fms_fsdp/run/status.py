@@ -27,7 +27,7 @@ EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
 
 
 def env_int(name: str, default: int) -> int:
-    """Returns a number that torchrun sets; other texts are refused by World.from_env."""
+    """Returns a number that torchrun sets; World.from_env rejects other texts."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 7 else default
 

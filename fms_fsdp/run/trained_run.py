@@ -12,8 +12,8 @@ from fms_fsdp.run.resume import checkpoint_tokenizer
 
 
 def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
-    """Returns the newest complete checkpoint, or that of `step`, of a run folder or a folder of checkpoints,
-    or the one that the path names.
+    """Returns the newest complete checkpoint, or the checkpoint of `step`, of a run directory or a folder of
+    checkpoints, or the checkpoint that the path names.
 
     Raises: UserError, with `name` as the name of the path.
     """
@@ -22,8 +22,9 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     found = folders.find_checkpoint(root, step) if path else None
     if found is None:
         which = "" if step is None else f" of step {step}"
-        rule = f"must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
-        raise UserError(f"{name} ({path}) {rule}")
+        raise UserError(
+            f"{name} ({path}) must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
+        )
     return found
 
 
@@ -33,9 +34,9 @@ def is_rank0() -> bool:
 
 
 def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer beside the data that the checkpoint was trained on; None if there is none.
+    """Returns the tokenizer stored with the training data of the checkpoint; None if there is none.
 
-    Raises: UserError if there is another one by now.
+    Raises: UserError if the data has another tokenizer by now.
     """
     used = checkpoint_tokenizer(checkpoint)
     found = used.find()

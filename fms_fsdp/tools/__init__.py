@@ -1,4 +1,4 @@
-"""What `python -m fms_fsdp` runs beside training."""
+"""The commands of `python -m fms_fsdp` other than training."""
 
 from fms_fsdp.errors import check_installed
 

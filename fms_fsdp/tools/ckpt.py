@@ -87,7 +87,7 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
 
 
 def prune_checkpoints(config: CkptPruneConfig) -> None:
-    """Deletes the checkpoints after a step, and what is no usable checkpoint."""
+    """Deletes the checkpoints after a step, and folders that are not usable checkpoints."""
     root = _root(config.path)
     with lock_folder(root) if config.yes else nullcontext():
         steps = folders.checkpoint_steps(root)

@@ -54,8 +54,9 @@ def main(config: CkptInspectConfig) -> None:
     if is_hf_checkpoint(folder):
         for name in ("step", "optimizer"):
             if value := getattr(config, name):
-                rule = "is not supported with a Hugging Face checkpoint; remove it"
-                raise UserError(f"--{name}={value} {rule}")
+                raise UserError(
+                    f"--{name}={value} is not supported with a Hugging Face checkpoint; remove it"
+                )
         weights = open_checkpoint(folder, "--path")
         names, head = list(weight_map(weights.config)), {"checkpoint": str(folder), "step": None}
         stats = tensor_stats(names, weights.read)

@@ -1,7 +1,7 @@
-"""`python -m fms_fsdp estimate`: what a training needs and how long it takes, before there is a machine.
+"""`python -m fms_fsdp estimate`: the memory and the time that a training needs, before there is a machine.
 
 With a device (`--device=h100_80gb`), memory, communication and time are predicted from its data sheet.
-With the rate of a device (`--tflops`, `--tokens_per_sec_per_device`), the days are a range:
+With the throughput of a device (`--tflops`, `--tokens_per_sec_per_device`), the days are a range:
 
     compute = FLOPs per token x tokens / (devices x achieved FLOP/s)
     FLOPs per token: 6 N + 12 L D S, up to 4/3 of it if blocks are recomputed
@@ -83,7 +83,7 @@ class PlannedEvaluations(EvalConfig):
 
 @dataclass(frozen=True)
 class EstimateConfig:
-    """What to train, on which devices, and what interrupts the run.
+    """The model to train, the devices, and the interruptions of the run.
 
     A device or one of two rates must be set, unless only the schedule is drawn. All flags of a
     training are flags too.
@@ -283,7 +283,7 @@ def days_by_rate(config: EstimateConfig) -> Days:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with its batch, and what it needs of a device. `is_fitted`: the micro-batch is the
+    """A layout with its batch, and the memory and time it needs. `is_fitted`: the micro-batch is the
     largest that fits."""
 
     config: EstimateConfig
@@ -336,7 +336,7 @@ class Plan:
 
     @property
     def flags(self) -> str:
-        """The layout and the batch as one types them."""
+        """The flags that select the layout and the batch."""
         section, batch = self.section, self.batch
         found = {name: value for name, value in non_defaults(section).items() if name in _SEARCHED}
         found |= {
@@ -360,8 +360,8 @@ def step_of(config: EstimateConfig, section: ParallelConfig, batch: BatchPlan) -
 
 
 def with_global_batch(config: EstimateConfig, dp_size: int) -> TrainingConfig:
-    """Returns the training section with a global batch: by its flags, else --batch_tokens rounded
-    down to what the ranks and the flag that is set divide."""
+    """Returns the training section with a global batch: of its flags, otherwise --batch_tokens rounded
+    down to a multiple of the ranks and of the flag that is set."""
     training = config.as_training.training
     rows, accum = int(training.batch_size or 0), training.grad_accum_steps
     if training.global_batch_size is not None:

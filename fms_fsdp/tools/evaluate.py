@@ -194,7 +194,7 @@ def _subject_of(checkpoint: Checkpoint) -> _Subject:
 def evaluate_held_out(
     config: EvaluateConfig, subject: _Subject, world: World
 ) -> tuple[_Subject, Values, str]:
-    """Returns what was evaluated, the values on held-out data, and a table (collective)."""
+    """Returns the evaluated model, the values on held-out data, and a table (collective)."""
     cfg = _eval_settings(config, subject.config)
     used = subject.tokenizer
     found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=subject.model.vocab_size, used=used)
@@ -245,7 +245,7 @@ def evaluate_held_out(
 def _load(
     config: EvaluateConfig, subject: _Subject, model: Llama, mesh: Mesh, world: World
 ) -> _Subject:
-    """Loads the weights, or those of a newer checkpoint if its run deletes this one (collective)."""
+    """Loads the weights, from a newer checkpoint if the run deletes this one (collective)."""
     if subject.checkpoint is None:
         load_weights(subject.path, model, mesh, "--path")
         return subject

@@ -143,7 +143,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _card(checkpoint: Checkpoint) -> str:
-    """Returns the model card: what the checkpoint records of its training."""
+    """Returns the model card: the checkpoint's record of its training."""
     saved, record = checkpoint.metadata, checkpoint.metadata.run
     data = record.config.data
     facts: dict[str, object] = {"step": saved.step, "tokens seen": saved.tokens_seen}

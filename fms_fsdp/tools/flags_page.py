@@ -16,7 +16,7 @@ from fms_fsdp.errors import printing
 
 
 def markdown(config_type: type[Any]) -> str:
-    """docs/reference/flags.md: a table for each section, and one for its advanced flags."""
+    """Returns docs/reference/flags.md: a table for each section, and one for its advanced flags."""
     lines, types = [_PREFACE], typing.get_type_hints(config_type)
     texts = help_texts(config_type)
     for section, rows in rows_by_section(config_type):

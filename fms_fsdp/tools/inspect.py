@@ -309,7 +309,7 @@ def verify(config: VerifyConfig) -> None:
 
 
 def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int | None) -> list[str]:
-    """Reads a shard to its last token and returns what is wrong with it, one line per problem."""
+    """Reads a shard to its last token and returns its problems, one line each."""
     path, problems = source.paths[number], list[str]()
     try:
         shard = corpus.storage.open_shard(path, source.delimiter)

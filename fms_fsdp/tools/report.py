@@ -59,7 +59,7 @@ def render(runs: Sequence[Record]) -> str:
 
 
 def load_run(folder: Path) -> Record:
-    """Returns what the page shows of a run, as JSON values.
+    """Returns the values of a run that the page shows, in JSON types.
 
     Raises:
         UserError: the folder holds no run, or a run without a report.

@@ -1,4 +1,4 @@
-"""What commands print: tables of text in one layout, and a line of progress."""
+"""Output of commands: tables of text in one layout, and a line of progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Collection[int] = (0,)
 ) -> str:
-    """The head and the rows in aligned columns: `text_columns` to the left, all others to the right."""
+    """Returns the head and the rows in aligned columns: `text_columns` left, all others right."""
     lines = [head, *rows]
     columns = list[list[str]]()
     for number, column in enumerate(zip(*lines, strict=True)):

@@ -172,15 +172,17 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     if known is not None and is_known:
         tokenizer = load_tokenizer(known.kept_in(output), config.eos_token or known.eos_token)
         if tokenizer.vocabulary.digest != known.digest:
-            rule = f"has another tokenizer: {known.file_name} was changed after its use"
-            raise UserError(f"--output={output} {rule}; restore the file")
+            raise UserError(
+                f"--output={output} has another tokenizer: {known.file_name} was changed after its use; "
+                "restore the file"
+            )
     elif training:
         if known and not config.overwrite:
-            rule = "has a tokenizer that was not trained on these inputs with these options"
-            remedy = (
-                "remove --train_tokenizer to use it, choose another folder, or --overwrite=True"
+            raise UserError(
+                f"--output={output} has a tokenizer that was not trained on these inputs with these "
+                "options; remove --train_tokenizer to use it, choose another folder, or set "
+                "--overwrite=True"
             )
-            raise UserError(f"--output={output} {rule}; {remedy}")
         tokenizer = _train(config, sources)
     elif config.tokenizer:
         tokenizer = load_tokenizer(config.tokenizer, config.eos_token)

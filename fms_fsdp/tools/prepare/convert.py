@@ -108,7 +108,7 @@ class TokenReader:
                         tokens = rest if self.bos == "strip" else np.append(bos, rest)
                     yield Encoded(tokens) if len(tokens) else Problem("empty document")
             except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
-                raise UserError(f"--input={part.path}: {error}; document {number + 1}") from error
+                raise UserError(f"--input={part.path}, document {number + 1}: {error}") from error
 
 
 def convert(config: ConvertConfig) -> dict[str, Stats]:
@@ -169,7 +169,7 @@ def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> Prepared
 
 
 def _has_masks(path: str) -> bool:
-    """Whether a file is a shard with masked prompts; a corrupt file is reported when it is read."""
+    """Returns whether a file is a shard with masked prompts; a corrupt file is reported when it is read."""
     try:
         with open_arrow(path) as (schema, _):
             return (schema.metadata or {}).get(b"has_masks") == b"true"
@@ -208,32 +208,37 @@ def read_token_file(path: str, column: str) -> Iterator[Tokens]:
 
 
 def _read_megatron(path: str) -> Iterator[Tokens]:
-    """Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py."""
+    """Yields the documents of a Megatron pair. Source: Megatron-LM, core/datasets/indexed_dataset.py."""
     with open(path, "rb") as file:
         if file.read(9) != _MEGATRON_MAGIC:
-            raise UserError("not a Megatron index (wrong first bytes)")
+            raise UserError(
+                "not a Megatron index (wrong first bytes); use --exclude for such files"
+            )
         version, code = int.from_bytes(file.read(8), "little"), file.read(1)[0]
         if version != 1 or code not in _MEGATRON_TYPES:
             raise UserError(
-                f"Megatron index of version {version}, type {code}; known: version 1, integers"
+                f"Megatron index of version {version}, type {code}; it must be of version 1 and of integers"
             )
         num_sequences, num_edges = (int.from_bytes(file.read(8), "little") for _ in range(2))
         lengths = np.fromfile(file, "<i4", num_sequences)
         pointers = np.fromfile(file, "<i8", num_sequences)
         edges = np.fromfile(file, "<i8", num_edges)
     if len(edges) != num_edges or (len(edges) and edges[-1] > num_sequences):
-        raise UserError("truncated or corrupt")
+        raise UserError("the index is truncated or corrupt; copy the file again")
     ids = _map_ids(_ids_path(path), np.dtype(_MEGATRON_TYPES[code]))
     starts = pointers // ids.dtype.itemsize
     if len(starts) and int((starts + lengths).max()) > len(ids):
-        raise UserError(f"points beyond the end of {_ids_path(path)}")
+        raise UserError(f"points beyond the end of {_ids_path(path)}; copy both files again")
     for first, last in pairwise(edges):
         sequences = [ids[starts[i] : starts[i] + lengths[i]] for i in range(first, last)]
         yield np.concatenate([ids[:0], *sequences])
 
 
 def _read_datatrove(path: str) -> Iterator[Tokens]:
-    """Source: datatrove, pipeline/tokens/tokenizer.py. The size of the file shows the width of an id."""
+    """Yields the documents of a .ds file, whose size gives the width of an id.
+
+    Source: datatrove, pipeline/tokens/tokenizer.py.
+    """
     ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
     total, size = int(ends[-1]) if len(ends) else 0, os.path.getsize(path)
     if total and size not in (2 * total, 4 * total):
@@ -260,15 +265,17 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
     kind = schema.field(name).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not pa.types.is_integer(kind.value_type if is_list else kind) or (has_lists and not is_list):
-        remedy = "for text use `python -m fms_fsdp prepare`"
-        raise UserError(f"column {name} contains {kind}, not lists of integers; {remedy}")
+        raise UserError(
+            f"column {name} contains {kind}, not lists of integers; for text use "
+            "`python -m fms_fsdp prepare`"
+        )
     return name
 
 
 def _split_lists(array: pa.Array) -> Sequence[Tokens]:
     is_document = pa.types.is_integer(array.type)
     if array.null_count or (not is_document and array.flatten().null_count):
-        raise UserError("contains nulls among its ids")
+        raise UserError("the ids contain nulls; write the file without them")
     if is_document:
         return [array.to_numpy()]
     offsets, values = array.offsets.to_numpy(), array.values.to_numpy()

@@ -244,8 +244,10 @@ def make_shards(
 
 def _check_bad_lines(job: SliceJob, num_bad: int, examples: Sequence[str]) -> None:
     if num_bad > (limit := job.recipe.max_bad_lines):
-        rule = f"exceeded in source {job.source}: {'; '.join(examples)}; repair the input or raise the limit"
-        raise UserError(f"--max_bad_lines={limit} {rule}")
+        raise UserError(
+            f"--max_bad_lines={limit} is exceeded in source {job.source}: {'; '.join(examples)}; repair "
+            "the input or raise the limit"
+        )
 
 
 def encode_slice(job: SliceJob) -> SliceResult:
@@ -386,9 +388,9 @@ def _run_in_processes(
             yield futures.pop(future), future.result()
         pool.shutdown()
     except BrokenProcessPool:
-        remedy = "run the command again to resume, with fewer workers or a lower --shard_tokens"
         raise UserError(
-            f"--num_workers: a process was killed, perhaps out of memory; {remedy}"
+            "--num_workers: a process was killed, perhaps because memory ran out; run the command again "
+            "to resume, with fewer workers or a lower --shard_tokens"
         ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

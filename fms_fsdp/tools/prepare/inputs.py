@@ -144,8 +144,10 @@ def parse_input(text: str) -> dict[str, list[str]]:
         is_named = bool(equals) and "/" not in given and not _exists(item.split("/")[0])
         for path in [rest] if is_named else [item] if _exists(item) else item.split(","):
             if not path or (is_named and not given):
-                form = "[NAME=]PATH[,[NAME=]PATH…], for example data/web,code=src"
-                raise UserError(f"--input={text} must have the form {form}")
+                raise UserError(
+                    f"--input={text} must have the form [NAME=]PATH[,[NAME=]PATH…]; write e.g. "
+                    "data/web,code=src"
+                )
             name = given if is_named else _name_of(path)
             if first := unnamed.get(name):
                 raise UserError(
@@ -277,14 +279,20 @@ def check_format(path: str, form: TextFormat) -> None:
     """Raises UserError for archives, other compressed files, tables of text, and text with --prompt_key."""
     name = path.lower()
     if _UNSUPPORTED.search(name):
-        remedy = "unpack it (plain, .gz, .zst, .xz and .bz2 files are read), or --exclude it"
-        raise UserError(f"--input={path} is an archive, or compressed by another program; {remedy}")
+        raise UserError(
+            f"--input={path} is an archive, or compressed by another program; unpack it (plain, .gz, "
+            ".zst, .xz and .bz2 files are read), or --exclude it"
+        )
     if re.search(rf"\.[ct]sv{_ENDING}", name) and not form.text_separator:
-        remedy = "convert it to JSON lines or Parquet, --exclude it, or set --text_separator"
-        raise UserError(f"--input={path} is a table, not text; {remedy}")
+        raise UserError(
+            f"--input={path} is a table, not text; convert it to JSON lines or Parquet, --exclude it, or "
+            "set --text_separator"
+        )
     if form.prompt_key and file_format(path) == "text":
-        rule = f"requires records, and {path} is text; exclude the file, or use JSON lines"
-        raise UserError(f"--prompt_key={form.prompt_key} {rule}")
+        raise UserError(
+            f"--prompt_key={form.prompt_key} requires records, and {path} is text; exclude the file, or "
+            "use JSON lines"
+        )
 
 
 @contextmanager
@@ -449,8 +457,10 @@ def _reading(path: str) -> Iterator[None]:
         raise
     except Exception as error:
         if "too much memory" in str(error):  # pyarrow, of a frame of zstd
-            remedy = "pip install zstandard, or compress it again"
-            raise UserError(f"--input={path} has a window above 128 MiB; {remedy}") from None
+            raise UserError(
+                f"--input={path} has a compression window above 128 MiB; install zstandard (pip install "
+                "zstandard), or compress it with zstd --long=27"
+            ) from None
         if not _is_about_content(error):
             raise
         raise UserError(
@@ -627,9 +637,10 @@ def _read_json(part: Part, form: TextFormat) -> Records:
         body = stream.read(DOCUMENT_LIMIT + 1) if is_array else stream.readline(DOCUMENT_LIMIT)
         has_more = bool(stream.readline(DOCUMENT_LIMIT).strip())
     if is_array and len(body) > DOCUMENT_LIMIT:
-        rule = f"is a JSON array above {DOCUMENT_LIMIT >> 20} MiB"
-        remedy = "write the records as JSON lines: jq -c '.[]' FILE >NAME.jsonl"
-        raise UserError(f"--input={part.path} {rule}; {remedy}")
+        raise UserError(
+            f"--input={part.path} is a JSON array above {DOCUMENT_LIMIT >> 20} MiB; write the records as "
+            "JSON lines: jq -c '.[]' FILE >NAME.jsonl"
+        )
     records = _json_records(body) if is_array else []
     has_record = has_more and isinstance(_parse_line(body.removeprefix(_BOM), form), Document)
     if _contain_text(records, form):
@@ -670,9 +681,10 @@ def _read_text(part: Part, form: TextFormat) -> Records:
         else:
             body = head + stream.read(DOCUMENT_LIMIT)
             if len(body) > DOCUMENT_LIMIT:
-                rule = f"is one document above {DOCUMENT_LIMIT >> 20} MiB"
-                remedy = "split it with --text_separator, or write JSON lines"
-                raise UserError(f"--input={part.path} {rule}; {remedy}")
+                raise UserError(
+                    f"--input={part.path} is one document above {DOCUMENT_LIMIT >> 20} MiB; split it with "
+                    "--text_separator, or write JSON lines"
+                )
             texts = iter([body])
         for number, data in enumerate(texts, start=1):
             where = f"{part.path}: document {number}" if form.text_separator else part.path

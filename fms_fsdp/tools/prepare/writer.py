@@ -358,11 +358,9 @@ def check_plans(
     for name, plan in known.items():
         other = plan["tokenizer_digest"]
         if name not in names and other and digest and other != digest:
-            remedy = (
-                "remove --tokenizer and --train_tokenizer to use that one, or choose another folder"
-            )
             raise UserError(
-                f"--output={output} contains source {name} made with another tokenizer; {remedy}"
+                f"--output={output} contains source {name} made with another tokenizer; remove --tokenizer "
+                "and --train_tokenizer to use that one, or choose another folder"
             )
     changed = [
         source
