@@ -301,9 +301,10 @@ def find_checkpoint(
         return Checkpoint(folder, metadata, skipped, tuple(unhealthy))
     if skipped:
         listing = "; ".join(f"{folder.name}: {why}" for folder, why in skipped.items())
-        fix = "name one by its step, or choose another folder"
-        fix = fix if unhealthy else "choose another folder"
-        raise UserError(f"{path} has no usable checkpoint ({listing}); {fix}")
+        by_name = f", or one of its checkpoints, e.g. {unhealthy[0]}" if unhealthy else ""
+        raise UserError(
+            f"{path} has no usable checkpoint ({listing}); choose another folder{by_name}"
+        )
     if folders:  # all were deleted meanwhile
         return find_checkpoint(path, step, corrupt=corrupt)
     return None

@@ -159,7 +159,8 @@ class LogConfig:
     output_dir: str = flag("", form="path")
     """Run folder (default: runs/<run_name>)."""
     run_name: str = flag("", form="folder name")
-    """Name of the run (default: the variant and a hash of the flags marked "in the name")."""
+    """Name of the run (default: the variant and a hash of the flags marked *name* in
+    docs/reference/flags.md)."""
     report_interval: int = flag(10, min=1)
     """Steps between log lines and metrics; the first and the last step are always logged."""
     print_interval: int = flag(0, min=0)

@@ -50,7 +50,6 @@ _CODES = {
 }
 _LARGEST_HEADER = 100 << 20  # bytes, the limit of the format
 _ROWS = 4096  # of a vocabulary that are converted at a time
-_AGAIN = "download the checkpoint again"
 
 # module in transformers -> our modules: before, inside ({} is the layer) and after the blocks
 _LLAMA = (
@@ -217,27 +216,30 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
     if single.is_file():
         return read_safetensors(single)
     if not index.is_file():
-        pickled = [path.name for path in folder.glob("*.bin")]
-        remedy = "name a folder with weights"
-        if pickled:
+        problem = f"there is no {single.name} and no {index.name}"
+        if pickled := [path.name for path in folder.glob("*.bin")]:
             load = f"AutoModelForCausalLM.from_pretrained('{folder}')"
-            remedy = f"convert {pickled[0]} with transformers: {load}.save_pretrained('{folder}')"
-        raise UserError(f"there is no {single.name} and no {index.name}; {remedy}")
+            raise UserError(
+                f"{problem}; convert {pickled[0]} with transformers: {load}.save_pretrained('{folder}')"
+            )
+        raise UserError(f"{problem}; name a folder with weights")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
-        raise UserError(f"{index.name} has no weight_map; {_AGAIN}")
+        raise UserError(f"{index.name} has no weight_map; download the checkpoint again")
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name in places.values():
         if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
             raise UserError(
-                f"{index.name} names the file {shown(str(name)[:99])}, outside of the folder; {_AGAIN}"
+                f"{index.name} names the file {shown(str(name)[:99])}, outside of the folder; download the checkpoint again"
             )
         if name not in files:
             if not (folder / name).is_file():
-                raise UserError(f"{name} is missing; {_AGAIN}")
+                raise UserError(f"{name} is missing; download the checkpoint again")
             files[name] = read_safetensors(folder / name)
     if missing := [weight for weight, name in places.items() if weight not in files[name]]:
-        raise UserError(f"{shown(missing[0])} is not in {places[missing[0]]}; {_AGAIN}")
+        raise UserError(
+            f"{shown(missing[0])} is not in {places[missing[0]]}; download the checkpoint again"
+        )
     return {weight: files[name][weight] for weight, name in places.items()}
 
 
@@ -247,7 +249,9 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
-            raise UserError(f"{path.name} is not a complete safetensors file; {_AGAIN}")
+            raise UserError(
+                f"{path.name} is not a complete safetensors file; download the checkpoint again"
+            )
         text = file.read(length)
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
     tensors: dict[str, torch.Tensor] = {}
@@ -271,7 +275,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         reason = shown(f"{type(error).__name__}: {error}"[:999])
         raise UserError(
-            f"{path.name} is not a complete safetensors file ({reason}); {_AGAIN}"
+            f"{path.name} is not a complete safetensors file ({reason}); download the checkpoint again"
         ) from None
     return tensors
 
@@ -291,20 +295,24 @@ def _with_prefix(
     return weights
 
 
-def check_names(config: TransformerConfig, names: Collection[str]) -> dict[str, HFWeight]:
+def check_names(
+    config: TransformerConfig,
+    names: Collection[str],
+    remedy: str = "download the checkpoint again",
+) -> dict[str, HFWeight]:
     """Returns the weights of the model. Raises: UserError unless `names` are these."""
     if config.num_layers > len(names):
         raise UserError(
-            f"{config.num_layers} layers need more than the {len(names)} weights; {_AGAIN}"
+            f"{config.num_layers} layers need more than the {len(names)} weights; {remedy}"
         )
     expected = weight_map(config)
     unknown = [name for name in names if name not in expected and not name.endswith(_BUFFERS)]
     if config.tie_embeddings:
         unknown = [name for name in unknown if not name.startswith(_HEADS)]
     if missing := [name for name in expected if name not in names]:
-        raise UserError(f"weight {missing[0]} is missing; {_AGAIN}")
+        raise UserError(f"weight {missing[0]} is missing; {remedy}")
     if unknown:
-        raise UserError(f"weight {shown(unknown[0][:999])} is not part of this model; {_AGAIN}")
+        raise UserError(f"weight {shown(unknown[0][:999])} is not part of this model; {remedy}")
     return expected
 
 
@@ -343,7 +351,7 @@ def _fill_shard(target: torch.Tensor, part: torch.Tensor, vocab_size: int, name:
     local, (rows, *columns) = local_shard(target), shard_slices(target)
     known = max(0, min(len(part), rows.stop) - rows.start)
     local[:known] = part[(slice(rows.start, rows.start + known), *columns)]
-    check_finite(name, local[:known], _AGAIN)
+    check_finite(name, local[:known], "download the checkpoint again")
     if rows.stop > len(part):
         mean = torch.zeros(part.shape[1:], dtype=torch.float64)
         for first in range(0, len(part), _ROWS):  # bounds the memory of the conversion

@@ -102,9 +102,10 @@ class EvaluateConfig:
         only_one(self, "tasks", "questions")
         for name in _TASK_FLAGS if not self.tasks else _HELD_OUT_FLAGS:
             if value := getattr(self, name):
-                fix = "remove it" if self.tasks else "remove it, or set --tasks"
-                how = "with" if self.tasks else "without"
-                raise UserError(f"--{name}={joined(value)} has no effect {how} --tasks; {fix}")
+                given = f"--{name}={joined(value)}"
+                if self.tasks:
+                    raise UserError(f"{given} has no effect with --tasks; remove it")
+                raise UserError(f"{given} has no effect without --tasks; remove it, or set --tasks")
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ python -m fms_fsdp.tools.flags_page > docs/reference/flags.md
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from typing import Any
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import Flag, help_texts
-from fms_fsdp.config.parse import needs_note, rows_by_section, shown_value, type_name
+from fms_fsdp.config.parse import needs_note, rows_by_section, shown_value
 from fms_fsdp.errors import printing
 
 
@@ -36,18 +37,26 @@ def markdown(config_type: type[Any]) -> str:
 
 
 def _table_row(row: Flag, text: str) -> str:
-    choices = (
-        f" One of {', '.join(f'`{choice}`' for choice in row.choices)}." if row.choices else ""
-    )
-    cells = [f"`--{row.name}`", type_name(row), f"`{shown_value(row.default)}`", row.resume]
-    cells += ["yes" if row.in_name else "", f"{text}{needs_note(row)}.{choices}"]
-    return f"| {' | '.join(cells)} |"
+    text, default = _split_default(text, f"`{shown_value(row.default)}`")
+    kind = "" if row.choices else f" {row.kind.__name__}{',…' if row.is_list else ''}"
+    sentences = [f"{text}{needs_note(row)}."]
+    if row.choices:
+        sentences.append(f"One of {', '.join(f'`{choice}`' for choice in row.choices)}.")
+    marks = [*[row.resume] * (row.resume != "free"), *["name"] * row.in_name]
+    sentences += [f"*{', '.join(marks)}*"] if marks else []
+    return f"| `--{row.name}`{kind} | {default} | {' '.join(sentences)} |"
 
 
-_TABLE_HEAD = (
-    "| flag | type | default | on resume | in the name | meaning |",
-    "|---|---|---|---|---|---|",
-)
+def _split_default(text: str, value: str) -> tuple[str, str]:
+    """Returns the help text without a derived default, and the default to show."""
+    match = re.fullmatch(r"(.*?) \(default: ([^()]+)\)(.*)", text, re.DOTALL)
+    if value != "`none`" or match is None:
+        return text, value
+    is_number = match[2].isdecimal()
+    return match[1] + match[3], f"`{match[2]}`" if is_number else match[2]
+
+
+_TABLE_HEAD = ("| flag | default | effect |", "|---|---|---|")
 _PREFACE = """# Flags
 
 Every flag of `main_training.py`, by section. `python main_training.py --help` shows the most important ones,
@@ -76,13 +85,14 @@ twice must have the same value both times. A flag without effect is an error if 
 it, otherwise a note in the log. All checks run before any work: flags, world and mesh, data, memory.
 `--dry_run` runs them, prints a summary of the launch and writes nothing.
 
-## Columns
+## Marks
 
-- **on resume**: the effect of another value on a resumed run. `free`: training is the same. `logged`: the new
-  value takes effect from that step, and is logged. `fixed`: an error. The flags of the model together must
+- *fixed*: a resumed run must have the same value; another one is an error. The flags of the model together must
   give the model of the checkpoint.
-- **in the name**: the default run name depends on the flag. If it changes, the command starts another run,
-  unless `--run_name` or `--output_dir` is set."""
+- *logged*: another value on a resumed run takes effect from that step, and is logged. Without *fixed* or *logged*,
+  another value does not change the training.
+- *name*: the default run name depends on the flag. If it changes, the command starts another run, unless
+  `--run_name` or `--output_dir` is set."""
 
 if __name__ == "__main__":
     with printing():

@@ -94,7 +94,9 @@ def open_upstream_checkpoint(path: Path, model: ModelConfig, ntk_alpha: int) -> 
             config = replace(
                 config, rope_theta=config.rope_theta * ntk_alpha ** (size / (size - 2))
             )
-        shapes = {name: weight.shape for name, weight in check_names(config, sources).items()}
+        remedy = "set the flags of the model as for the training of the checkpoint"
+        weights = check_names(config, sources, remedy)
+        shapes = {name: weight.shape for name, weight in weights.items()}
     except (ValueError, OSError) as error:
         raise UserError(f"--path ({path}) cannot be read: {error}") from None
 

@@ -136,14 +136,14 @@ def test_field_means_what_transformers_reads(
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("llama", {"model_type": "bloom"}, "model_type=bloom is not supported; supported: llama"),
+        ("llama", {"model_type": "bloom"}, "model_type=bloom is not supported; it must be one of llama"),
         ("llama", {"hidden_size": ...}, "hidden_size is missing"),
         ("llama", {"new_trick": 0}, "^new_trick=0 is not supported for "),
         ("llama", {"is_causal": False}, "is_causal=False is not supported"),
         ("llama", {"attention_multiplier": 0}, "attention_multiplier=0 is not supported"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window=True must be false"),
         ("llama", {"sliding_window": 5}, "sliding_window=5 is not supported for llama"),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window=True"),
         (
@@ -173,7 +173,7 @@ def test_field_means_what_transformers_reads(
         ),
         ("gpt_neox", {"rotary_emb_base": 5e5}, "rotary_emb_base=500000.0 contradicts"),
         ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 contradicts"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 must be 1 for llama"),
         ("llama", {"rope_theta": 0}, "rope_theta=0 contradicts"),
         ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta=10000.0 contradicts"),
         ("llama", {"rope_parameters": {"factor": 8.0}}, "factor=8.0 is not supported"),

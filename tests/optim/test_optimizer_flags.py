@@ -37,7 +37,7 @@ def rejection(*flags: str) -> str:
 REJECTED = {
     "--optimizer=adamv": "did you mean adam?",
     "--optimizer=torch.optim:Nothing": "must be importable as module:function",
-    "--optimizer=os:getcwd": "must take an argument: the parameters",
+    "--optimizer=os:getcwd": "must take the parameters as its argument",
     "--optimizer=textwrap:dedent": "cannot be built",
     "--optimizer=muon --optimizer_kwargs=nesterof=true": "did you mean nesterov?",
     "--optimizer=sgd --optimizer_kwargs=momentum": "must have the form key=value",

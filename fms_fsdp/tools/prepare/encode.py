@@ -292,8 +292,8 @@ def encode_slice(job: SliceJob) -> SliceResult:
         try:
             writers[split].add(tokens)
         except UserError as error:
-            where = f"--input={job.slice.parts[0].path}: {error}; document {stats.records + 1}"
-            raise UserError(where) from error
+            where = f"--input={job.slice.parts[0].path}, document {stats.records + 1}"
+            raise UserError(f"{where}: {error}") from error
         stats.add(len(tokens), record.document, record.unk_tokens)
     for split in list(writers):
         close(split)

@@ -99,7 +99,7 @@ def test_large_zstd_window_is_read_or_named(
     path.write_bytes(before + path.read_bytes())
     assert len(texts(path, form)) == 3 + bool(before)
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ValueError, match=r"above 128 MiB; pip install zstandard"):
+    with pytest.raises(ValueError, match=r"above 128 MiB; .*pip install zstandard"):
         texts(path, form)
 
 
