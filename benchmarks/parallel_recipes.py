@@ -88,7 +88,7 @@ def figures(variant: str, gpus: int, flags: str) -> Recipe:
     config = parse_flags(EstimateConfig, ["--tflops=400", *given, *flags.split()])
     dims, accum = config.dims(config.parallel), config.training.grad_accum_steps or 1
     rows, rest = divmod(TOKENS, ROW * dims.size("dp") * accum)
-    assert rows and not rest, f"{variant} on {gpus} GPUs: the rows of a step cannot be dealt out"
+    assert rows and not rest, f"{variant} on {gpus} GPUs: the ranks cannot share the sequences of a step evenly"
     batch = BatchPlan(rows, accum, dims.size("dp"))
     step = step_of(config, config.parallel, batch)
     size = optimizer_bytes(config.optim, config.resolved_model, config.resolved_precision)
@@ -98,7 +98,7 @@ def figures(variant: str, gpus: int, flags: str) -> Recipe:
 
 def table(recipes: list[Recipe]) -> str:
     """Returns the table of docs/reference/parallelism-tables.md."""
-    head = "| model | GPUs | flags | rows × dp × micro-steps | GiB a rank | GiB sent by a rank in a step |"
+    head = "| model | GPUs | flags | sequences × dp × accumulation | GiB per rank | GiB sent per rank and step |"
     return "\n".join([head, "|---|---|---|---|---|---|", *(recipe.row for recipe in recipes)])
 
 

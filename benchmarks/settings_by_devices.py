@@ -48,7 +48,7 @@ class Setting(NamedTuple):
         """Returns the row of the table."""
         begin = f"| {self.devices} | `{self.model}` | {self.strategy}"
         if self.least > GPU_GIB:
-            return f"{begin} | refused: needs {self.least:,.1f} GiB at least | | |"
+            return f"{begin} | rejected: needs at least {self.least:,.1f} GiB | | |"
         fits = "" if self.expected <= GPU_GIB else ": more than there is"
         return f"{begin} | {self.recompute} | {self.rows} × {self.micro_steps} | {self.expected:.1f}{fits} |"
 
@@ -75,7 +75,7 @@ def setting(variant: str, devices: int) -> Setting:
 
 def table(settings: list[Setting]) -> str:
     """Returns the table of docs/reference/parallelism-tables.md."""
-    head = "| devices | model | strategy | recompute | rows × micro-steps | GiB a rank |"
+    head = "| devices | model | strategy | recompute | sequences × accumulation | GiB per rank |"
     return "\n".join([head, "|---|---|---|---|---|---|", *(each.row for each in settings)])
 
 

@@ -29,7 +29,7 @@ DATA_ARGS=(
     --eval_interval="${EVAL_INTERVAL:-175}"           # steps between validations on held-out text
 )
 TRAIN_ARGS=(
-    --batch_size="${BATCH_SIZE:-16}"                  # rows per device and micro-step
+    --batch_size="${BATCH_SIZE:-16}"                  # sequences per device and accumulation step
     --num_steps="${NUM_STEPS:-700}"                   # optimizer steps in total
     --learning_rate="${LEARNING_RATE:-2e-3}"          # peak, after the warm-up
     --report_interval="${REPORT_INTERVAL:-20}"        # steps between report lines

@@ -214,6 +214,6 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
             table = tokenizer.token_bytes()
             return np.pad(table, (0, max(0, vocab_size - len(table))))
     logger.info(
-        "bits per byte are left out: no tokenizer of these shards in %s", corpus.storage.root
+        "bits per byte are not computed: no tokenizer of these shards in %s", corpus.storage.root
     )
     return None

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.config.values import short
+from fms_fsdp.config.values import counted, short
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log, show_progress
@@ -264,7 +264,7 @@ def report_line(record: Record, state: TrainState) -> str:
     parts = [
         f"step {state.step}/{state.num_steps}",
         f"loss {record['loss_mean']:.4f}",
-        f"{record['masked_rows']} rows masked" if record["masked_rows"] else "",
+        f"{counted(record['masked_rows'], 'sequence')} masked" if record["masked_rows"] else "",
         f"val {state.validation[1]:.4f}" if state.validation else "",
         f"lr {record['lr']:.2e}",
         f"norm {record['grad_norm']:.3f}",

@@ -42,7 +42,7 @@ license: unknown  # fill in
 pipeline_tag: text-generation
 ---
 
-Pretrained with fms_fsdp; weights and configuration are those of its checkpoint.
+Pretrained with fms_fsdp. The values below are from the checkpoint.
 
 | | |
 |---|---|

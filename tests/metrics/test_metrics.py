@@ -161,7 +161,7 @@ def test_report_line_has_its_numbers() -> None:
         step=20, num_steps=100, steps_in_launch=20, validation=(15, 2.75)
     )
     line = report_line({**RECORD, "masked_rows": 3}, progress)
-    words = "step 20/100  loss 2.6000  3 rows masked  val 2.7500  lr 1.00e-03  norm 0.500"
+    words = "step 20/100  loss 2.6000  3 sequences masked  val 2.7500  lr 1.00e-03  norm 0.500"
     assert line.startswith(f"{words}  41k tokens  1,234 tok/s/device  mfu 25%  0:00:40 left")
     progress.steps_in_launch = 1  # it compiles
     line = report_line({**RECORD, "masked_rows": 0}, progress)

@@ -49,7 +49,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("accumulation", "--grad_accum_steps=2"),
     Feature("ramp", "--rampup_batch_size=4,4,8"),
     Feature(
-        "ramp of micro-steps",
+        "ramp of micro-batches",
         "--rampup_batch_size=4,4,8 --batch_size=8 --rampup_micro_batch=True",
         {"pp": "changes the number of micro-batches, which the schedule of --pp_size needs"},
     ),

@@ -91,7 +91,7 @@ GROUPS = (
     Group(("none positions", "grouped queries", "zero1", "muon"), rel=1e-3, attends=True),
     Group(("qkv_bias", "compiled and recomputed"), ("--document_mask=True",), attends=True),
     Group(("dropout", "float8"), rel=2e-2),  # each layout has its own masks
-    Group(("relative positions", "ramp of micro-steps")),
+    Group(("relative positions", "ramp of micro-batches")),
     Group(("sinusoidal positions", "zero2", "adafactor", "recompute cheap")),
     Group(("hsdp", "adamax", "recompute segments")),
     Group(("ddp", "bf16"), rel=1e-2),  # ddp is exact in test_pairs.py

@@ -231,7 +231,7 @@ def describe(stats: Mapping[str, Stats]) -> str:
         per_document = f"{part.tokens / max(1, part.documents):,.0f}"
         counts = f"{part.documents:,}", f"{part.tokens:,}", per_token, per_document, unk
         rows.append((name, *counts, part.reasons() or "nothing"))
-    head = ("source", "documents", "tokens", "chars/token", "tokens/doc", "<unk>", "left out")
+    head = ("source", "documents", "tokens", "chars/token", "tokens/doc", "<unk>", "skipped")
     lines = [table(head, rows, (0, 6))]
     for name, part in stats.items():
         lines += map("malformed: {}".format, part.bad)
