@@ -88,7 +88,9 @@ def figures(variant: str, gpus: int, flags: str) -> Recipe:
     config = parse_flags(EstimateConfig, ["--tflops=400", *given, *flags.split()])
     dims, accum = config.dims(config.parallel), config.training.grad_accum_steps or 1
     rows, rest = divmod(TOKENS, ROW * dims.size("dp") * accum)
-    assert rows and not rest, f"{variant} on {gpus} GPUs: the ranks cannot share the sequences of a step evenly"
+    assert rows and not rest, (
+        f"{variant} on {gpus} GPUs: the ranks cannot share the sequences of a step evenly"
+    )
     batch = BatchPlan(rows, accum, dims.size("dp"))
     step = step_of(config, config.parallel, batch)
     size = optimizer_bytes(config.optim, config.resolved_model, config.resolved_precision)

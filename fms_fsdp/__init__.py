@@ -14,14 +14,20 @@ if TYPE_CHECKING:
 def load_model(
     path: str, *, step: int | None = None, device: str | torch.device = "cpu"
 ) -> tuple[Llama, Tokenizer | None]:
-    """Returns the model of a checkpoint with fp32 weights, and the tokenizer of its data or None.
+    """Returns the model of a checkpoint with fp32 weights in eval mode, and the tokenizer of its data or
+    None. Needs no process group.
 
-    `path`: a run directory, a folder of checkpoints, one checkpoint of any layout, or a Hugging Face
-    checkpoint. Of several checkpoints it loads the newest, or `step`. Needs no process group.
-
+    Example:
         model, tokenizer = fms_fsdp.load_model("runs/quickstart")
-        tokens = torch.from_numpy(tokenizer.encode(["Once upon a time"])[0].astype("int64"))[None]
-        logits = model(tokens)
+        ids = tokenizer.encode(["Once upon a time"])[0]
+        tokens = torch.from_numpy(ids.astype("int64"))[None]  # (1, S)
+        logits = model(tokens)  # (1, S, vocabulary)
+
+    Args:
+        path: a run directory, a folder of checkpoints, one checkpoint of any layout, or a Hugging Face
+            checkpoint.
+        step: the checkpoint to load of several; the newest by default.
+        device: device of the weights, of which fp32 needs 4 bytes per parameter.
 
     Raises:
         UserError: there is no complete checkpoint, it is corrupt, or its model is not supported.

@@ -38,10 +38,20 @@ def evaluate(
     mesh: Mesh,
     keep_alive: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Returns loss, ppl and, where the tokenizer is known, bits_per_byte (collective: every rank).
+    """Returns loss, ppl and, if the tokenizer is known, bits_per_byte (collective: every rank).
 
-    Names are `<group>/<source>/loss`, and `<group>/loss` over all tokens of a group. `keep_alive`
-    is called before each forward pass.
+    Losses are means per label, in nats; ppl is exp(loss). Names are `<group>/<source>/loss`, and
+    `<group>/loss` over all tokens of a group, where the group is "eval" or "test".
+
+    batch_size      sequences per forward pass and data-parallel rank
+    document_mask   restricts attention to the document, as in training
+    keep_alive      is called before each forward pass
+
+    Example:
+        values = evaluate(
+            model, sources, batch_size=8, document_mask=False, device=device, mesh=mesh
+        )
+        print(values["eval/loss"])
 
     Raises:
         UserError: a shard cannot be read.

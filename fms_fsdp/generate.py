@@ -42,16 +42,20 @@ class TextModel(NamedTuple):
     rules: TextRules = NO_RULES
 
 
-def load(path: str, step: int | None = None, device: str | torch.device = "cpu") -> TextModel:
-    """Loads the model and the tokenizer of a run, a checkpoint or a Hugging Face checkpoint; see
-    `fms_fsdp.load_model`."""
+def load(
+    path: str, step: int | None = None, device: str | torch.device = "cpu", name: str = "path"
+) -> TextModel:
+    """Loads the model and the tokenizer of a run, a checkpoint or a Hugging Face checkpoint.
+
+    Arguments and errors are those of `fms_fsdp.load_model`; errors call the path `name`.
+    """
     folder = Path(path).expanduser()
     if is_hf_checkpoint(folder):
         if step is not None:
             raise UserError(
                 f"--step={step} is not supported with a Hugging Face checkpoint; remove it"
             )
-        weights, tokenizer = open_checkpoint(folder), find_hf_tokenizer(folder)
+        weights, tokenizer = open_checkpoint(folder, name), find_hf_tokenizer(folder)
         rules = hf_text_rules(folder, tokenizer)
         model = _allocate(weights.config, device)
         fill(model, weights)
@@ -62,7 +66,7 @@ def load(path: str, step: int | None = None, device: str | torch.device = "cpu")
         load_checkpoint(checkpoint.folder, model, None, is_alone=True)
         return checkpoint, model
 
-    checkpoint, model = read_checkpoint(lambda: find_checkpoint(path, step), load_weights)
+    checkpoint, model = read_checkpoint(lambda: find_checkpoint(path, step, name), load_weights)
     tokenizer = recorded_tokenizer(checkpoint)
     return TextModel(model.eval(), tokenizer, rules_of_checkpoint(checkpoint, tokenizer))
 
@@ -83,7 +87,7 @@ def _allocate(config: TransformerConfig, device: str | torch.device) -> Llama:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. Temperature 0 takes the most likely token; top_k 0 and top_p 1 are off.
+    """Distribution from which a token is drawn. Temperature 0 takes the most likely token; top_k 0 and top_p 1 are off.
 
     Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p).
     """
@@ -124,8 +128,13 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yields one token per sequence and step: None inside the prompt and after the end.
 
-    A sequence ends before one of `end_tokens`, after `max_new_tokens`, or at the model's maximum
-    length. Sequence i samples with the seed `seed + i`.
+    `prompts` are token ids, of any lengths. A sequence ends before one of `end_tokens`, after
+    `max_new_tokens`, or at the model's maximum length. Sequence i samples with the seed `seed + i`.
+
+    Example:
+        prompts = [ids.tolist() for ids in tokenizer.encode(["Once upon a time"])]
+        steps = generate(model, prompts, Sampling(temperature=0.8), max_new_tokens=20)
+        print(tokenizer.decode([new for [new] in steps if new is not None]))
 
     Raises:
         UserError: a prompt does not fit the model, or the logits are not finite.
@@ -248,7 +257,13 @@ def stream_text(
     max_new_tokens: int,
     seed: int = 0,
 ) -> Iterator[list[str]]:
-    """Yields the text that each step adds to each prompt, up to the end of a document."""
+    """Yields the text that each step adds to each prompt, up to the end of a document.
+
+    `loaded` must have a tokenizer. A step that ends inside a character adds "" until it is complete.
+
+    Raises:
+        UserError: a prompt does not fit the model, or the logits are not finite.
+    """
     tokenizer = loaded.tokenizer
     assert tokenizer is not None
     prompts = encode_prompts(tokenizer, loaded.rules, texts, loaded.model.config)

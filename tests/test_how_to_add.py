@@ -48,7 +48,10 @@ def test_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
     helped = run_python(tmp_path, "main_training.py", "--help=all").stdout
     assert "  --label_smoothing (float, default 0.0)\n      Fraction of the prob" in helped
     written = run_python(tmp_path, "-m", "fms_fsdp.tools.flags_page").stdout
-    assert "| `--label_smoothing` float | `0.0` | Fraction" in written and ". *logged, name* |" in written
+    assert (
+        "| `--label_smoothing` float | `0.0` | Fraction" in written
+        and ". *logged, name* |" in written
+    )
     rejected = run_python(tmp_path, "main_training.py", "--label_smoothing=1")
     assert (rejected.returncode, rejected.stdout) == (2, "")
     assert rejected.stderr == "error: --label_smoothing=1 must be below 1\n"

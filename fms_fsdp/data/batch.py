@@ -18,7 +18,7 @@ IGNORED_LABEL = -100
 
 
 class Batch(NamedTuple):
-    """The sequences of one rank for one optimizer step, in the order of the global batch.
+    """The sequences of one rank for one optimizer step, (B S), in the order of the global batch.
 
     `labels_BS` is the true next token of the same document, or after a separator the first token of the next
     document, or -100 if neither exists. `positions_BS` counts from 0 in each document segment,

@@ -61,8 +61,8 @@ class Stream(Protocol):
         """
 
     def batch_at(self, step: int) -> Batch | None:
-        """Returns this rank's sequences of any step >= 1, whatever was consumed; None if the stream
-        cannot."""
+        """Returns this rank's sequences of any step, from 1, without consuming the step; None if the
+        stream cannot."""
 
     def documents(self, step: int, limit: int = 8) -> list[str]:
         """Returns file, document and token range of the first segments of the step's global batch;
@@ -174,7 +174,11 @@ class TokenStream:
         return batch
 
     def batch_at(self, step: int) -> Batch:
-        """Returns this rank's sequences of any step, whatever was consumed."""
+        """Returns this rank's sequences of any step, from 1, without consuming the step.
+
+        Raises:
+            ShardError: a shard cannot be read; the text names the step.
+        """
         with self._lock:
             return self.batch(step, self.dp_rank, self.dp_size)
 
@@ -450,8 +454,18 @@ class TokenStream:
 def build_stream(
     section: DataConfig, corpus: Corpus | None, *, seed: int, vocab_size: int, **settings: Any
 ) -> TokenStream:
-    """Returns the stream of this rank, on synthetic tokens if `corpus` is None; `settings` are those
-    of `TokenStream`.
+    """Returns the stream of this rank, on synthetic tokens if `corpus` is None.
+
+    `settings` are fields of `TokenStream`: `global_batch_size` in sequences, `dp_rank`, `dp_size`, and
+    optionally `rampup` and `pin_memory`. The batches have tensors (B S) with B = global_batch_size /
+    dp_size and S = `section.seq_length`.
+
+    Example:
+        section = DataConfig(data_path="data/own", seq_length=128)
+        ranks = dict(global_batch_size=8, dp_rank=0, dp_size=1)
+        stream = build_stream(section, open_corpus(section), seed=42, vocab_size=512, **ranks)
+        tokens = stream.next_batch().tokens_BS  # (8, 128), int64
+        stream.close()
 
     Raises:
         UserError: the batch does not divide over the ranks, or does not fit the corpus.

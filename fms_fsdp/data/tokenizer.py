@@ -86,7 +86,7 @@ class Tokenizer(Protocol):
     vocabulary: Vocabulary
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Returns an array of ids per text."""
+        """Returns one array of ids, (length of the text in tokens), per text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of the ids without BOS and EOS tokens."""

@@ -228,7 +228,8 @@ class Llama(nn.Module):
         caches: Sequence[KVCache] | None = None,
         loss_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | Losses:
-        """Returns logits (B S V), or with labels the `Losses` of `linear_cross_entropy`.
+        """Returns logits (B S V), or with labels the `Losses` of `linear_cross_entropy`: the sum of the
+        loss in nats, and the number of labels.
 
         Positions default to 0 … S-1. With `caches`, one per layer, they continue the cached
         positions, and only the last position gets logits (B 1 V). With document ids, attention

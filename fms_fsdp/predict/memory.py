@@ -186,7 +186,11 @@ def minimum_memory(step: Step, optimizer_bytes: float) -> Memory:
 
 
 def estimate_memory(step: Step, optimizer_bytes: float, saves: int = 0) -> Memory:
-    """Returns the expected memory of the rank that holds most; `saves`: bytes of background saves."""
+    """Returns the expected memory, in bytes, of the rank that holds most.
+
+    `optimizer_bytes`: per parameter, as the function of this name returns. `saves`: bytes of background
+    saves.
+    """
     places = {0, step.shape.dims.pp - 1}
     found = (_expected(step, place, optimizer_bytes) for place in places)
     return replace(max(found, key=lambda memory: memory.total), saves=saves)

@@ -22,8 +22,10 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     found = folders.find_checkpoint(root, step) if path else None
     if found is None:
         which = "" if step is None else f" of step {step}"
+        missing = "" if folder.exists() else ", but does not exist"
         raise UserError(
-            f"{name} ({path}) must hold a complete checkpoint{which}; see `python -m fms_fsdp ckpt list`"
+            f"{name} ({path}) must hold a complete checkpoint{which}{missing}; see `python -m fms_fsdp "
+            "ckpt list`"
         )
     return found
 

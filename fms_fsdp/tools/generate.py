@@ -76,7 +76,7 @@ def main(config: GenerateConfig) -> None:
 
 def load_with_tokenizer(path: str, step: int | None) -> TextModel:
     """Loads a model that has a tokenizer, onto the GPU if there is one."""
-    loaded = load(path, step, "cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load(path, step, "cuda" if torch.cuda.is_available() else "cpu", "--path")
     if loaded.tokenizer is None:
         raise UserError(
             f"--path={path} has no tokenizer; put the tokenizer of its training data back"

@@ -136,7 +136,11 @@ def test_field_means_what_transformers_reads(
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("llama", {"model_type": "bloom"}, "model_type=bloom is not supported; it must be one of llama"),
+        (
+            "llama",
+            {"model_type": "bloom"},
+            "model_type=bloom is not supported; it must be one of llama",
+        ),
         ("llama", {"hidden_size": ...}, "hidden_size is missing"),
         ("llama", {"new_trick": 0}, "^new_trick=0 is not supported for "),
         ("llama", {"is_causal": False}, "is_causal=False is not supported"),

@@ -50,7 +50,7 @@ _SHARD_OPTIONS = (
 _TRAINING_OPTIONS = (
     "vocab_size tokenizer_type tokenizer_sample_mb text_key text_separator limit_docs"
 )
-_SENTENCE_CHARS = 2048  # sentencepiece trains on pieces of documents
+_SENTENCE_CHARS = 2048  # sentencepiece trains on parts of documents
 _TRAINING_THREADS = 4  # fixed, because the trained model depends on it
 
 
@@ -67,10 +67,12 @@ class PrepareConfig(ShardsConfig):
         False, "train a sentencepiece model on a sample of the inputs first"
     )
     vocab_size: int | None = flag(
-        None, "tokens of the model (default: 32000)", min=300, max=1 << 20
+        None, "vocabulary size of the tokenizer to train (default: 32000)", min=300, max=1 << 20
     )
-    tokenizer_type: str = flag("bpe", "kind of the new model", choices=("bpe", "unigram"))
-    tokenizer_sample_mb: int = flag(64, "MB of text to train the model on", min=1)
+    tokenizer_type: str = flag(
+        "bpe", "algorithm of the tokenizer to train", choices=("bpe", "unigram")
+    )
+    tokenizer_sample_mb: int = flag(64, "MB of text to train the tokenizer on", min=1)
     eos_token: str = flag(
         "", "token that ends a document (default: the EOS token of the tokenizer)"
     )
@@ -119,8 +121,12 @@ class PrepareConfig(ShardsConfig):
 def prepare(config: PrepareConfig) -> dict[str, Stats]:
     """Writes shards of the inputs and returns statistics by source.
 
+    Example:
+        config = PrepareConfig(input="docs,code=src", output="data/own", tokenizer="byte")
+        print({name: stats.tokens for name, stats in prepare(config).items()})
+
     Raises:
-        UserError: bad options or inputs, or an output made from others.
+        UserError: options or inputs are not valid, or the output was made from other inputs.
     """
     sources = [
         _find_source(config, name, paths) for name, paths in parse_input(config.input).items()

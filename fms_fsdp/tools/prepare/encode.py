@@ -69,7 +69,7 @@ class ShardsConfig:
     shard_tokens: int = flag(
         1 << 24, "maximum tokens per shard, unless a document is longer", min=1
     )
-    num_workers: int | None = flag(None, "processes (default: one per core)", min=1)
+    num_workers: int | None = flag(None, "worker processes (default: one per core)", min=1)
     overwrite: bool = flag(False, "replace sources made from other inputs or with other options")
 
     def __post_init__(self) -> None:

@@ -129,7 +129,11 @@ def test_other_file_is_rejected(tmp_path: Path) -> None:
         ("nothing.model", FileNotFoundError, "does not exist"),
         ("empty", FileNotFoundError, "has none of"),
         ("bad.model", ValueError, "is not a sentencepiece model"),
-        ("tiktoken.model", ValueError, "is not a sentencepiece model: .*; set --tokenizer to its tokenizer.json"),
+        (
+            "tiktoken.model",
+            ValueError,
+            "is not a sentencepiece model: .*; set --tokenizer to its tokenizer.json",
+        ),
         ("bad.json", ValueError, "cannot be read"),
     ]:
         with pytest.raises(error, match=words):
