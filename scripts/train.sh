@@ -357,7 +357,7 @@ PYTHON_CODE
         say "note: the page of curves could not be made: $(head -n 1 "$SCRATCH/report")"
     fi
     part_done "page"
-    echo "time    ${PARTS:+$PARTS: }$SECONDS s in all"
+    echo "time    ${PARTS:+$PARTS: }$SECONDS s in total"
     echo "folder  $RUN_DIR: metrics.jsonl, checkpoints, log.txt, console.txt"
     if [[ -z "${VIRTUAL_ENV:-}" && "$PYTHON" == "$ROOT/.venv/bin/python" ]]; then
         echo "next    source .venv/bin/activate"
@@ -367,7 +367,7 @@ curves  tensorboard --logdir $(printf '%q' "$RUN_DIR/tensorboard")
 longer  $(longer_command)
 yours   python -m fms_fsdp prepare --input=docs --output=data/docs --split=98,2 \\
             --tokenizer=$(printf '%q' "$DATA_DIR/tokenizer.model")
-        bash scripts/train.sh --data_path=data/docs --datasets=docs     (your folder in the place of docs)
+        bash scripts/train.sh --data_path=data/docs --datasets=docs     (replace docs with your folder)
 TEXT
 }
 

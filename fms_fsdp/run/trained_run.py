@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from fms_fsdp.checkpoint import folders
@@ -22,11 +23,10 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     found = folders.find_checkpoint(root, step) if path else None
     if found is None:
         which = "" if step is None else f" of step {step}"
-        missing = "" if folder.exists() else ", but does not exist"
-        raise UserError(
-            f"{name} ({path}) must hold a complete checkpoint{which}{missing}; see `python -m fms_fsdp "
-            "ckpt list`"
-        )
+        rule = f"{name} ({path}) must hold a complete checkpoint{which}"
+        if not folder.exists():
+            raise UserError(f"{rule}, but does not exist; name a run directory or a checkpoint")
+        raise UserError(f"{rule}; see `python -m fms_fsdp ckpt list --path={shlex.quote(path)}`")
     return found
 
 

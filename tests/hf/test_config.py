@@ -147,9 +147,13 @@ def test_field_means_what_transformers_reads(
         ("llama", {"attention_multiplier": 0}, "attention_multiplier=0 is not supported"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"use_sliding_window": True}, "use_sliding_window=True must be false"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("llama", {"sliding_window": 5}, "sliding_window=5 is not supported for llama"),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, "use_sliding_window=True"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "max_window_layers": 2},
+            "use_sliding_window=True must",
+        ),
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"]},

@@ -187,7 +187,7 @@ def test_run_generates_text_at_its_end(repo: Path, flags: list[str], sampled: li
     assert [word for word in called(repo)["argv"] if "sample" in word] == sampled
     assert "sample  def main(x):\n            return x\n" in ended.stdout
     assert "early" not in ended.stdout
-    assert re.search(r"^time    ((\w+ \d+ s, )*\w+ \d+ s: )?\d+ s in all$", ended.stdout, re.M)
+    assert re.search(r"^time    ((\w+ \d+ s, )*\w+ \d+ s: )?\d+ s in total$", ended.stdout, re.M)
 
 
 def test_data_without_tokenizer_generates_no_text(repo: Path) -> None:

@@ -71,7 +71,7 @@ def test_train_sh_shows_progress_and_results(tmp_path: Path) -> None:
     before, _, after = plain.partition("report  file://")
     page = Path(after.splitlines()[0])
     assert page == folder / "report.html" and "</html>" in page.read_text()
-    assert re.search(r"^time    .*training \d+ s.*: \d+ s in all$", after, re.MULTILINE)
+    assert re.search(r"^time    .*training \d+ s.*: \d+ s in total$", after, re.MULTILINE)
     assert "--num_steps=360" in after and len(after.splitlines()) <= 9
 
 

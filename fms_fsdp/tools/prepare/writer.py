@@ -29,6 +29,7 @@ from typing import Any, TypedDict
 import numpy as np
 import pyarrow as pa
 
+from fms_fsdp.config.values import counted
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.tokenizer import Tokenizer, Tokens, unk_warning
 from fms_fsdp.errors import UserError
@@ -40,6 +41,7 @@ from fms_fsdp.tools.table import table
 SPLITS = ("train", "validation", "test")
 MAX_BATCH_DOCUMENTS, MAX_BATCH_TOKENS = 65_536, 1 << 22
 _SHOWN_BAD = 5
+_NOUNS = ("binary file", "blank line", "duplicate", "empty document")  # reasons to count
 
 
 class ShardEntry(TypedDict):
@@ -219,7 +221,10 @@ class Stats:
 
     def reasons(self) -> str:
         """Returns why records were skipped, the most frequent reason first."""
-        return ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.most_common())
+        return ", ".join(
+            counted(count, reason) if reason in _NOUNS else f"{count:,} {reason}"
+            for reason, count in self.left_out.most_common()
+        )
 
 
 def describe(stats: Mapping[str, Stats]) -> str:
