@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 _CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
 PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
 _PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
-_FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 _ABOUT_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
 _ABOUT_PATHS |= {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
@@ -92,7 +92,7 @@ def is_for_user(error: BaseException) -> bool:
     missing, forbidden or on a disk that cannot be written. Other errors, also of the system, are bugs."""
     if isinstance(error, UserError) or not isinstance(error, OSError):
         return isinstance(error, UserError)
-    return error.errno in _FULL_DISK or (error.errno in _ABOUT_PATHS and error.filename is not None)
+    return error.errno in FULL_DISK or (error.errno in _ABOUT_PATHS and error.filename is not None)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ from fms_fsdp.checkpoint.folders import (
     open_file,
     rename_aside,
 )
+from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.runtime import gather_objects
 from fms_fsdp.errors import RunFailed, StorageError, UserError
 from fms_fsdp.models.init import clean_name
@@ -218,8 +219,9 @@ class _Writer(FileSystemWriter):
         items = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data]
         needed = sum(math.prod(i.chunk.sizes) * i.properties.dtype.itemsize for i in items)
         if (free := shutil.disk_usage(self.path).free) < needed:
-            mib = f"{needed / 2**20:,.0f} MiB are needed and {free / 2**20:,.0f} MiB are free"
-            raise StorageError(mib)
+            raise StorageError(
+                f"it needs {format_bytes(needed)} of disk space, and {format_bytes(free)} is free"
+            )
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -247,7 +247,7 @@ def host_copies(tensors: Tensors, limit_bytes: int = 2**62) -> Tensors:
     num_bytes = sum(-(-part.nbytes // 64) * 64 for part in parts.values())
     if num_bytes > limit_bytes:
         needed, free = format_bytes(num_bytes), format_bytes(limit_bytes)
-        raise MemoryError(f"{needed} are needed, {free} are free")
+        raise MemoryError(f"they need {needed}, and {free} is free")
     buffer = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)  # touch each page now
     if any(part.is_cuda for part in parts.values()):
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from fms_fsdp.config.values import shown
+from fms_fsdp.config.values import format_bytes, shown
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
@@ -380,8 +380,11 @@ def save_weights(
     """
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
     if (space := shutil.disk_usage(folder).free) < sum(sizes.values()):
-        needed = f"needs {sum(sizes.values()) / 2**30:.1f} GiB, {space / 2**30:.1f} are free"
-        raise UserError(f"--output {needed}; choose another place")
+        needed = format_bytes(sum(sizes.values()))
+        raise UserError(
+            f"--output requires {needed}, and {format_bytes(space)} is free; free disk space, "
+            "or choose another folder"
+        )
     shards, free = list[list[str]](), 0
     for name, size in sizes.items():
         if not shards or size > free:

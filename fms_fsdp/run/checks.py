@@ -147,7 +147,7 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
     if checkpoint_bytes > (free := shutil.disk_usage(nearest).free):
         raise UserError(
             f"--ckpt_save_path={folder} requires {_size(checkpoint_bytes)} for one checkpoint, and "
-            f"{_size(free)} are free; free some, or choose another folder"
+            f"{_size(free)} is free; free disk space, or choose another folder"
         )
     for name in RUN_FILES:
         if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():

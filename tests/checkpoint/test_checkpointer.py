@@ -167,7 +167,7 @@ def test_background_save_never_waits_for_gpu(
     assert not is_bad(tmp_path / "step_3")
 
 
-@pytest.mark.parametrize("why", ["are needed, 0.0 MiB are free", "CUDA error"])
+@pytest.mark.parametrize("why", ["and 0.0 MiB is free", "CUDA error"])
 def test_saves_wait_without_memory_for_copies(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -328,7 +328,7 @@ def test_full_disk_fails_the_save_only(small_disk: Path, in_background: bool) ->
     state.step = 2
     manager.save(state, wait=False)
     manager.close()
-    assert len(told) == 1 and re.search("are needed and .* are free", told[0])
+    assert len(told) == 1 and re.search("needs .* of disk space, and .* is free", told[0])
     assert complete_steps(small_disk) == [1] and not is_bad(small_disk / "step_1")
 
 

@@ -32,7 +32,7 @@ import pyarrow as pa
 from fms_fsdp.config.values import counted
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.tokenizer import Tokenizer, Tokens, unk_warning
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import FULL_DISK, UserError
 from fms_fsdp.files import safe_name, write_atomically, write_json
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.tools.prepare.inputs import Document, InputFile, Problem, Slice
@@ -326,6 +326,13 @@ def lock_output(output: Path) -> Iterator[None]:
     with lock_folder(output, patience_s=0.0, remedy="wait for its end, or choose another --output"):
         try:
             yield
+        except OSError as error:
+            if error.errno not in FULL_DISK or isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"--output={output} cannot be written: {os.strerror(error.errno)}; free disk space and run "
+                "the command again to resume, or choose another folder"
+            ) from error
         finally:
             if created and os.listdir(output) == [".lock"]:
                 (output / ".lock").unlink()

@@ -100,3 +100,10 @@ def test_malformed_journal_entry_is_rejected(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="entry.json was not written by prepare; remove"):
             _read_entry(path)
+
+
+def test_full_disk_is_named_with_its_fix(small_disk: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "x.jsonl", ["word " * 100_000] * 10)
+    message = f"--output={small_disk / 'out'} cannot be written: No space left on device; free disk"
+    with pytest.raises(ValueError, match=message):
+        run(small_disk / "out", str(tmp_path / "x.jsonl"), dedup=False)
