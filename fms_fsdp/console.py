@@ -69,7 +69,7 @@ class Console(logging.StreamHandler[TextIO]):
             columns = os.get_terminal_size(self._terminal).columns or 80
             os.write(self._terminal, f"\r\x1b[K{text[: columns - 1]}".encode())
         except OSError:
-            self._terminal = None  # it was closed; the run goes on
+            self._terminal = None  # it was closed; the run continues
 
 
 def _terminal_behind() -> int | None:

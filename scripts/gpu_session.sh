@@ -12,9 +12,9 @@
 #
 # What is measured needs its own runs of part 1 or 3 to agree, and no others. FOLDER (default: gpu_session in the
 # temporary folder) keeps the runs and results.json, to which each part adds its table; gpu_compare.py says what
-# passes. A part that was cut off goes on where it stopped. Where only an output folder outlives the machine,
+# passes. A part that was cut off resumes where it stopped. Where only an output folder outlives the machine,
 # OUT names it: after each case it gets gpu_session.tgz, all but large files. A later call, on a bare machine too,
-# goes on from that file if TAKE names it.
+# resumes from that file if TAKE names it.
 #
 # PYTHON names another interpreter, WHEELS a folder of wheels that it lacks, GPU_GIB the memory of the GPU by
 # which cases are chosen (default: what it has). DRY_RUN=1 only prints the commands.
@@ -39,7 +39,7 @@ export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$f
 pack() {
     [[ -n "${OUT:-}" ]] || return 0
     (
-        flock 9 # runs beside one another end at the same time
+        flock 9 # concurrent runs end at the same time
         cd "$folder"
         find . \( -name inductor -o -name site -o -name checkpoints -o -name data \) -prune -o \
             -type f -size -4M -print0 | tar -czf "$OUT/.gpu_session.tgz" --null -T -
@@ -47,7 +47,7 @@ pack() {
     ) 9>"$folder/.lock"
 }
 
-# step COMMAND...: runs it, or prints it in one piece: others run beside.
+# step COMMAND...: runs it, or prints it in one piece: others run at the same time.
 step() {
     if [[ -n "${DRY_RUN:-}" ]]; then printf '%s\n' "$(printf '%q ' "$@")"; else "$@"; fi
 }
@@ -80,7 +80,7 @@ quiet=("${dummy[@]}" --checkpoint_interval=0 --save_last=False)
 small=(--model_variant=194m --num_layers=4 --num_kv_heads=2 --seq_length=512)
 train() { run "$1" 0 "$python" main_training.py "${@:2}" --output_dir="$runs/$1"; }
 
-# later NAME FLAG...: the same beside up to three others, which is fit for correctness only.
+# later NAME FLAG...: the same with up to three others, which is fit for correctness only.
 await() { while (($(jobs -rp | wc -l) >= ${AT_ONCE:-4})); do wait -n || true; done; }
 later() {
     await

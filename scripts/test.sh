@@ -22,9 +22,9 @@ if [[ ! "${TORCH_VERSION:-2.11}" =~ ^2\.[0-9]+(\.[0-9]+)?$ ]]; then
     exit 2
 fi
 use_environment dev
-# Without bytecode each process of a test compiles the sources of torch anew, half the time of a start.
+# Without bytecode each process of a test compiles the sources of torch again, half the time of a start.
 if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
     unset PYTHONDONTWRITEBYTECODE
-    export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$ROOT/.pytest_cache/bytecode}" # not beside the sources
+    export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$ROOT/.pytest_cache/bytecode}" # not next to the sources
 fi
 exec "$PYTHON" -m pytest -q -n auto --maxprocesses=4 --dist=loadfile "${selection[@]}" "${arguments[@]}"

@@ -121,7 +121,7 @@ except UserError as error:
 PYTHON_CODE
 }
 
-# Says whether torch.compile finds what it needs: a C++ compiler and, beside it, Python's headers.
+# Returns whether torch.compile finds what it needs: a C++ compiler and Python's headers.
 can_compile() {
     command -v "${CXX:-g++}" >/dev/null && "$PYTHON" -c '
 import pathlib, sys, sysconfig
@@ -167,7 +167,7 @@ choose_launch() {
         fi
         is_first_node && is_host=1
         [[ -z "$ELASTIC" ]] || nodes="$LEAST_NODES:$MOST_NODES"
-        # The port lies below those that Linux gives to programs that ask for any port.
+        # The port is below those that Linux gives to programs that ask for any port.
         RENDEZVOUS="$first:${MASTER_PORT:-$((12000 + ${SLURM_JOB_ID:-0} % 20000))}"
         LAUNCH+=(--nnodes="$nodes" --rdzv_id="${SLURM_JOB_ID:-run}" --rdzv_backend=c10d
             --rdzv_endpoint="$RENDEZVOUS"
@@ -256,7 +256,7 @@ launch() {
     (trap '' TERM INT HUP USR1 && copy_to_console "$!") &
     local session=() terminal=""
     command -v setsid >/dev/null && session=(setsid)
-    # The launch shows its live line on the terminal itself, beside the pipe.
+    # The launch shows its live line on the terminal itself, next to the pipe.
     [[ ! -t 1 ]] || terminal="$(readlink "/proc/$$/fd/1")"
     LAUNCH_TERMINAL="$terminal" LAUNCH_OUTCOME="$SCRATCH/outcome.json" PYTHONUNBUFFERED=1 \
         "${session[@]}" "${LAUNCH[@]}" "$@" \

@@ -169,7 +169,12 @@ def _open_filesystem(data_path: str, scheme: str) -> tuple[Any, str]:
 
     if not scheme:
         folder = os.path.abspath(os.path.expanduser(data_path))
-        if not data_path or not os.path.isdir(folder):
+        if not data_path:
+            raise MissingInput(
+                "--data_path is missing; set it to the --output of `python -m fms_fsdp prepare`, or set "
+                "--use_dummy_dataset=True"
+            )
+        if not os.path.isdir(folder):
             raise MissingInput(
                 f"--data_path={data_path} is not a folder; make one with `python -m fms_fsdp "
                 "prepare --input=FILES --output=FOLDER`, or set --use_dummy_dataset=True"

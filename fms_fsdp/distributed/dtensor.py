@@ -76,7 +76,7 @@ def shard_slices(tensor: torch.Tensor) -> Slices:
 
 
 def all_shard_slices(tensor: torch.Tensor) -> tuple[Slices, ...]:
-    """Returns where each shard lies, empty ones included, by rank in the group of `shard_groups`."""
+    """Returns the slices of each shard, empty ones included, by rank in the group of `shard_groups`."""
     if not isinstance(tensor, DTensor):
         return _all_shard_slices(tensor.shape, (), ())
     return _all_shard_slices(tensor.shape, tensor.device_mesh.shape, tensor.placements)

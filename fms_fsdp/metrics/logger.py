@@ -36,7 +36,7 @@ from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
 from fms_fsdp.metrics.trackers import Record, finite_numbers, open_trackers
 from fms_fsdp.state import RunConfig, StepResult, TrainState
 
-_PACE_REPORTS = 20  # the time left follows from the mean pace of so many reports
+_PACE_REPORTS = 20  # number of reports whose mean pace gives the time left
 
 
 class MetricLogger:

@@ -10,7 +10,7 @@ import torch
 
 from fms_fsdp.cpu_tuning import process_age_s
 
-_TIMED_STEPS = 64  # CUDA events of so many steps are kept per report
+_TIMED_STEPS = 64  # number of steps per report whose CUDA events are kept
 _BETWEEN_STEPS = ("start", "eval", "checkpoint", "logging")
 _PASSES = ("forward", "backward", "forward_backward")
 _REPORTED = ("forward", "backward", "clip", "optimizer", "eval", "checkpoint", "logging")

@@ -185,7 +185,7 @@ def _create_state(
 ) -> None:
     """Creates the state that an elementwise optimizer of torch creates in its first step.
 
-    A step of one number with gradient 0 shows names and initial values. Dampened SGD is left out: its
+    A step of one number with gradient 0 shows names and initial values. Dampened SGD is excluded: its
     first momentum is the gradient itself, undampened.
     """
     probe = nn.Parameter(torch.zeros(1))

@@ -34,7 +34,7 @@ GIB = 2**30
 # Fraction of the memory that comes and goes in a step which the allocator adds. On a CPU glibc cannot
 # use every gap again (tests/predict/test_peaks.py); torch on a GPU rounds sizes up (not measured).
 _ALLOCATOR = {"cpu": 0.27, "cuda": 0.05}
-_GAPS = 0.5  # on a CPU with --recompute=ops: each kept result lies between two freed ones
+_GAPS = 0.5  # on a CPU with --recompute=ops: each kept result is between two freed ones
 KINDS = (  # recomputation, from the cheapest to the most expensive
     *(("none", "1"), ("cheap", "1"), ("ops", "1")),
     *(("blocks", share) for share in ("1/4", "1/2", "3/4", "1")),

@@ -13,7 +13,7 @@ from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.state import TrainState
 
-_ROOT = str(Path(__file__).parents[2])  # where the package lies
+_ROOT = str(Path(__file__).parents[2])  # the folder of the package
 
 
 class Exporter:

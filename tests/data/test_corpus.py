@@ -37,7 +37,7 @@ def check_rejected(files: Files, match: str, batch: int | None = None, **changes
     ("flags", "match"),
     [
         ({"datasets": ("wbe",)}, "--datasets=wbe is not a folder .*; did you mean web"),
-        ({"data_path": ""}, "--data_path= is not a folder"),
+        ({"data_path": ""}, "--data_path is missing; set it"),
         ({"data_path": "nowhere"}, "--data_path=nowhere is not a folder; .* fms_fsdp prepare"),
         ({"datasets": ("web", "./web")}, "--datasets=web must be named once"),
         ({"seq_length": 4096}, r"source code has \d+ tokens, .*\(--seq_length=4096\)"),
