@@ -39,7 +39,7 @@ export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$f
 pack() {
     [[ -n "${OUT:-}" ]] || return 0
     (
-        flock 9 # concurrent runs end at the same time
+        flock 9 # concurrent runs may end at the same time
         cd "$folder"
         find . \( -name inductor -o -name site -o -name checkpoints -o -name data \) -prune -o \
             -type f -size -4M -print0 | tar -czf "$OUT/.gpu_session.tgz" --null -T -

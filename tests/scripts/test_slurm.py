@@ -153,7 +153,7 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(
     job.wait(lambda: job.has_reached(1))
     assert pulse(job)[1].startswith("TRAINING step ")
     job.wait(lambda: job.states() == "PENDING" and status(job.folder)["status"] == "resume_me")
-    assert "requeued, to go on from step" in job.output.read_text()
+    assert "requeued, to resume from step" in job.output.read_text()
     assert pulse(job)[0] == 0 and "WAITING job" in pulse(job)[1]
     # the next job finishes; where a user must not raise a limit, one after it does
     subprocess.run(["scontrol", "update", f"jobid={job.number}", "timelimit=10"], timeout=300)
@@ -165,7 +165,7 @@ def test_a_time_limit_is_a_checkpoint_and_a_requeue(
     )  # on a busy machine more
     output = job.output.read_text()
     assert (
-        "requeued, to go on" in output
+        "requeued, to resume" in output
         and "resuming from step" in output
         and "the run is finished" in output
     )

@@ -97,7 +97,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TAS
     [
         ("finished:0", {}, 0, [], "the run is finished"),
         ("finished:0", ARRAY, 0, ["scancel --state=PENDING 5"], "the run is finished"),
-        ("resume_me:75", {}, 75, ["scontrol requeue 7"], "requeued, to go on from step 3"),
+        ("resume_me:75", {}, 75, ["scontrol requeue 7"], "requeued, to resume from step 3"),
         ("resume_me:75", ARRAY, 75, [], "task 2 of 10 stopped in time; the next task continues"),
         ("failed:1", {}, 1, [], "failed with status 1"),
         ("bad_input:2", {}, 2, [], "bad input: as told"),
@@ -209,7 +209,7 @@ def test_corrupt_status_stops_no_chain(repo: Path, submit: Submit, text: str) ->
     (repo / "runs/job-7/status.json").write_text(text)
     job = submit(PLAN="resume_me:75")
     output, _ = job.communicate(timeout=300)
-    assert job.returncode == 75 and "requeued, to go on from step 3" in output, output
+    assert job.returncode == 75 and "requeued, to resume from step 3" in output, output
 
 
 def test_bad_input_is_rejected_before_any_work(repo: Path, submit: Submit) -> None:
