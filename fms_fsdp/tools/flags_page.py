@@ -39,6 +39,7 @@ def markdown(config_type: type[Any]) -> str:
 def _table_row(row: Flag, text: str) -> str:
     text, default = _split_default(text, f"`{shown_value(row.default)}`")
     kind = "" if row.choices else f" {row.kind.__name__}{',…' if row.is_list else ''}"
+    text = re.sub(r"[\w./]*<\w+>[\w./]*", r"`\g<0>`", text)  # Markdown drops <N> outside of code
     sentences = [f"{text}{needs_note(row)}."]
     if row.choices:
         sentences.append(f"One of {', '.join(f'`{choice}`' for choice in row.choices)}.")
@@ -52,8 +53,8 @@ def _split_default(text: str, value: str) -> tuple[str, str]:
     match = re.fullmatch(r"(.*?) \(default: ([^()]+)\)(.*)", text, re.DOTALL)
     if value != "`none`" or match is None:
         return text, value
-    is_number = match[2].isdecimal()
-    return match[1] + match[3], f"`{match[2]}`" if is_number else match[2]
+    is_code = re.fullmatch(r"\S*[\d_<]\S*", match[2])
+    return match[1] + match[3], f"`{match[2]}`" if is_code else match[2]
 
 
 _TABLE_HEAD = ("| flag | default | effect |", "|---|---|---|")
