@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
             runtime.shut_down()
             return status.exit_status
 
-        # 4. Records. Nothing was created so far; from here on the run folder is ours.
+        # 4. Records. Nothing was created so far; from here on the run directory is ours.
         attempt, failed_step = run_on_rank0(partial(run_dir.open, resume.corrupt))
         check_shared(run_dir.folder, world)
         if not run_dir.checkpoints.is_relative_to(run_dir.folder):
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
         at_end.callback(runtime.close_log_files)
         if world.rank == 0:
             runtime.log_to_file(run_dir.log_file)
-            log.info("run folder %s (attempt %d)", run_dir.folder, attempt)
+            log.info("run directory %s (attempt %d)", run_dir.folder, attempt)
         elif cfg.log.log_all_ranks:
             runtime.log_to_file(run_dir.folder / f"log.rank{world.rank}.txt")
         setup.check_failed_step(stream, failed_step, start.step)

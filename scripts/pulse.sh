@@ -4,7 +4,7 @@
 #
 #   bash scripts/pulse.sh RUN_FOLDER [--job JOBID] [--stalled-after-min N] [--alert 'COMMAND']
 #
-# JOBID is the SLURM job (default: the one that train.slurm wrote into the run folder, if any). N is the
+# JOBID is the SLURM job (default: the one that train.slurm wrote into the run directory, if any). N is the
 # number of minutes without a report after which the run counts as stalled (default 30; it must be more than
 # the time of --report_interval steps). COMMAND runs if the run is stalled or gone; it gets the line as $1:
 #   --alert 'mail -s "$1" me@example.org </dev/null'

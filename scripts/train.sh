@@ -51,7 +51,7 @@ SAMPLE_ARGS=(                                         # if the data have a token
 # MAX_RESTARTS     how often torchrun starts failed workers again, from the last checkpoint (default: 0, with
 #                  MIN:MAX 100)
 # RUN_NAME         name of the run, if no flag and no file of --config names it
-# PREPARE_ONLY=1   make environment and data, print the run folder and end: for a login node, if the other
+# PREPARE_ONLY=1   make environment and data, print the run directory and end: for a login node, if the other
 #                  nodes have no internet
 
 # Says whether the user passed the flag $1, as --name, -name or --name=..., with - or _.
@@ -97,7 +97,7 @@ prepare_data() {
         --split=98,2 --dedup
 }
 
-# Prints the run folder that the flags name, or else RUN_NAME. A mistyped flag ends the script here, before
+# Prints the run directory that the flags name, or else RUN_NAME. A mistyped flag ends the script here, before
 # any work.
 find_run_folder() {
     "$PYTHON" - "$@" <<'PYTHON_CODE'
@@ -206,12 +206,12 @@ check_environment() {
     fi
 }
 
-# The launch writes into a file of its own whether it owns the run folder, and how it ended.
+# The launch writes into a file of its own whether it owns the run directory, and how it ended.
 outcome() { sed -n "s/.*\"$1\": \"\{0,1\}\([^\",}]*\).*/\1/p" "$SCRATCH/outcome.json" 2>/dev/null || true; }
 claimed() { [[ "$(outcome claimed)" == true ]]; }
 
 # Passes a request to stop on to the launch, once: SLURM and terminals signal whole process groups, several
-# times. If the launch owns the run folder, torchrun gets the request by the file STOP, because after a signal
+# times. If the launch owns the run directory, torchrun gets the request by the file STOP, because after a signal
 # the other nodes would wait for it. Before that a signal ends the launch at once. A second Ctrl-C is passed
 # on as a signal.
 # shellcheck disable=SC2329 # called by traps
@@ -233,7 +233,7 @@ pass_on() {
 }
 
 # Appends the launch's output to console.txt, from its first line on and without colours, as soon as the
-# launch owns the run folder.
+# launch owns the run directory.
 copy_to_console() {
     until claimed; do
         kill -0 "$1" 2>/dev/null || break

@@ -66,7 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.fixture(scope="session")
 def eight_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of eight steps without a stop, a checkpoint at every second."""
+    """The run directory of eight steps without a stop, a checkpoint at every second."""
     from tests.cli import TINY, made_once, trained
 
     flags = [*TINY, "--num_steps=8", "--checkpoint_interval=2"]

@@ -76,7 +76,7 @@ def resolved(
 def planned(
     argv: Sequence[str], world: World = ONE_PROCESS, resume: ResumePoint = FRESH
 ) -> RunConfig:
-    """Returns the resolved config of a launch up to its run folder, as `main` resolves it.
+    """Returns the resolved config of a launch up to its run directory, as `main` resolves it.
 
     Raises:
         UserError: the launch would be rejected.

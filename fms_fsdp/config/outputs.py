@@ -98,7 +98,7 @@ class CheckpointConfig(KeepConfig):
 
     ckpt_save_path: str = flag("", form="path")
     """Folder of checkpoints, which the run saves and resumes from (default: checkpoints/ in the
-    run folder)."""
+    run directory)."""
     ckpt_load_path: str = flag("", form="path", in_name=True)
     """Checkpoint folder, or one step_<N> folder, to start from if ckpt_save_path holds no
     checkpoint."""
@@ -116,7 +116,7 @@ class CheckpointConfig(KeepConfig):
     again, resumes from the checkpoints that it has saved since."""
     export_interval: int = flag(0, min=0)
     """Steps between checkpoints that are also exported, to Hugging Face checkpoints in exports/ of
-    the run folder; the last step is exported too; 0 is off."""
+    the run directory; the last step is exported too; 0 is off."""
     checkpoint_interval: int = flag(1000, min=0)
     """Steps between checkpoints; the last step is saved too; 0 saves only the last step; no effect
     with checkpoint_schedule."""
@@ -150,14 +150,14 @@ class CheckpointConfig(KeepConfig):
 
 @dataclass(frozen=True)
 class LogConfig:
-    """The run folder and its logs.
+    """The run directory and its logs.
 
     When to change: `run_name` for a name that you can remember. A larger `report_interval` if a
     step is short.
     """
 
     output_dir: str = flag("", form="path")
-    """Run folder (default: runs/<run_name>)."""
+    """Run directory (default: runs/<run_name>)."""
     run_name: str = flag("", form="folder name")
     """Name of the run (default: the variant and a hash of the flags marked *name* in
     docs/reference/flags.md)."""
@@ -187,7 +187,7 @@ class LogConfig:
     """Metrics that trackers receive, e.g. loss,lr,*_ms (default: all); *_ms@100 sends them at most
     every 100 steps."""
     tensorboard_dir: str = flag("", form="path", needs="trackers=tensorboard")
-    """Folder of TensorBoard files (default: tensorboard/ in the run folder)."""
+    """Folder of TensorBoard files (default: tensorboard/ in the run directory)."""
     tensorboard_queue_size: int = flag(
         1, min=1, max=10**6, advanced=True, needs="trackers=tensorboard"
     )
@@ -211,7 +211,7 @@ class ProfilerConfig:
     use_profiler: bool = flag(False)
     """Write a profiler trace of a few steps of this launch."""
     profiler_dir: str = flag("", form="path")
-    """Folder of traces (default: profile_traces/ in the run folder)."""
+    """Folder of traces (default: profile_traces/ in the run directory)."""
     profiler_ranks: tuple[int, ...] = flag((0,), min=0)
     """Ranks that write traces; empty is all ranks."""
     profiler_wait: int = flag(3, min=0)

@@ -81,7 +81,7 @@ class TrainConfig:
 
     @property
     def output_dir(self) -> str:
-        """The run folder."""
+        """The run directory."""
         return self.log.output_dir or f"runs/{self.run_name}"
 
     @property

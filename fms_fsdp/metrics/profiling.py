@@ -1,6 +1,6 @@
 """Traces of a few steps by torch.profiler, and snapshots of the GPU's memory.
 
-With --use_profiler, `profile_traces/` of the run folder gets a trace, which TensorBoard and
+With --use_profiler, `profile_traces/` of the run directory gets a trace, which TensorBoard and
 https://ui.perfetto.dev open, and a summary as text.
 """
 

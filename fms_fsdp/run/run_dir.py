@@ -1,4 +1,4 @@
-"""The run folder: one writer, numbered attempts, records.
+"""The run directory: one writer, numbered attempts, records.
 
 config.json (latest launch) · config.<attempt>.json · status.json · metrics.jsonl · log.txt ·
 checkpoints/ · STOP (created by whoever wants the run to stop) · .lock
@@ -95,7 +95,7 @@ class RunDir:
 
 
 def check_shared(folder: Path, world: World, timeout_s: float = 30.0) -> None:
-    """Raises UserError if a rank does not see the run folder of rank 0 (collective).
+    """Raises UserError if a rank does not see the run directory of rank 0 (collective).
 
     Network file systems may take some seconds to show a new file.
     """

@@ -241,11 +241,11 @@ def describe_schedule(run: RunConfig, start: TrainMetadata) -> str:
 
 
 def describe_steps(run: RunConfig, start: int) -> str:
-    """Returns the run folder and the steps that this launch would train."""
+    """Returns the run directory and the steps that this launch would train."""
     steps = f"steps: {start + 1:,} to {run.num_steps:,}"
     if start == run.num_steps:
         steps = f"steps: none, the run is already finished at step {start}"
-    return f"run folder: {run.config.output_dir}\n{steps}"
+    return f"run directory: {run.config.output_dir}\n{steps}"
 
 
 def warn_of_missing_labels(stream: Stream) -> None:

@@ -2,7 +2,7 @@
 
 finished 0 · failed 1 · bad_input 2 · resume_me 75. torchrun hides the exit statuses of its workers
 and restarts workers that fail, so an early stop exits with 0 under torchrun; scripts read the file
-that LAUNCH_OUTCOME names, which is also written before there is a run folder.
+that LAUNCH_OUTCOME names, which is also written before there is a run directory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunStatus:
         return EXIT_STATUS[self.outcome or FAILED]
 
     def open(self, folder: Path, start_step: int) -> None:
-        """Writes status.json into the run folder from here on: its lock is held."""
+        """Writes status.json into the run directory from here on: its lock is held."""
         self.folder, size = folder, env_int("WORLD_SIZE", 1)
         if self.rank == 0:
             self._worlds = read_json(folder / "status.json").get("worlds", [])

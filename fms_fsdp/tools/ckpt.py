@@ -15,7 +15,7 @@ from fms_fsdp.state import TrainMetadata
 from fms_fsdp.tools.table import table
 
 LIST_HEAD = ("checkpoint", "GiB", "tokens", "validation loss", "state")
-_PATH = "run folder, folder of checkpoints, or one checkpoint"
+_PATH = "run directory, folder of checkpoints, or one checkpoint"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CkptVerifyConfig:
 class CkptPruneConfig:
     """Deletes checkpoints; without --yes the command only shows which."""
 
-    path: str = flag("", "run folder or folder of checkpoints", form="path")
+    path: str = flag("", "run directory or folder of checkpoints", form="path")
     after: int | None = flag(None, "delete all checkpoints of later steps", min=0)
     leftovers: bool = flag(False, "also delete unfinished, corrupt and superseded checkpoints")
     yes: bool = flag(False, "delete; without this flag nothing is changed")
@@ -137,7 +137,7 @@ def _root(path: str) -> Path:
     given = Path(path).expanduser()
     root = given / "checkpoints" if (given / "checkpoints").is_dir() else given
     if not root.is_dir():
-        raise UserError(f"--path={path} is not a folder; set it to a run folder")
+        raise UserError(f"--path={path} is not a folder; set it to a run directory")
     return root.parent if root.name.startswith("step_") else root
 
 

@@ -34,7 +34,7 @@ class CkptInspectConfig:
 
     path: str = flag(
         "",
-        "run folder, folder of checkpoints (the newest is read), checkpoint or Hugging Face checkpoint",
+        "run directory, folder of checkpoints (the newest is read), checkpoint or Hugging Face checkpoint",
         positional=True,
         form="path",
     )

@@ -41,7 +41,7 @@ PROGRESS_INTERVAL_S = 5.0
 class StepConfig:
     """Which sequences of which step to list."""
 
-    run: str = flag("", "run folder", form="path")
+    run: str = flag("", "run directory", form="path")
     data_path: str = flag("", "folder of the token shards (default: the run's)", form="path")
     step: int | None = flag(None, "step, from 1", min=1)
     rows: str = flag("", "a:b lists sequences a to b-1 of the global batch (default: all)")
@@ -107,7 +107,7 @@ def open_run_data(folder: str, data_path: str = "") -> Iterator[RunData]:
     """
     run = _read_run(folder)
     cfg, section = run.located, _data_section(run, data_path)
-    # --resume is about one launch, and the run folder may have moved since.
+    # --resume is about one launch, and the run directory may have moved since.
     root = cfg.checkpoint.ckpt_save_path or f"{folder}/checkpoints"
     flags = replace(cfg.checkpoint, resume="auto", ckpt_save_path=root)
     resume = choose_checkpoint(replace(cfg, checkpoint=flags))
@@ -137,7 +137,7 @@ def open_run_data(folder: str, data_path: str = "") -> Iterator[RunData]:
 def _read_run(folder: str) -> RunConfig:
     path = Path(folder, "config.json")
     if not path.is_file():
-        raise MissingInput(f"--run={folder} must be a run folder with config.json; see runs/")
+        raise MissingInput(f"--run={folder} must be a run directory with config.json; see runs/")
     try:
         content = dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -243,7 +243,7 @@ def _format_sequence(record: dict[str, Any]) -> str:
 class VerifyConfig:
     """Which shards to read."""
 
-    run: str = flag("", "run folder; its data is also compared with its checkpoint", form="path")
+    run: str = flag("", "run directory; its data is also compared with its checkpoint", form="path")
     data_path: str = flag("", "folder of the token shards (default: the run's)", form="path")
     datasets: tuple[str, ...] = flag((), "sources (default: the run's, or all)")
     vocab_size: int | None = flag(

@@ -28,18 +28,18 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """A page of curves and tables from run folders."""
+    """A page of curves and tables from run directories."""
 
     runs: tuple[str, ...] = flag(
-        (), "run folders; several runs are overlaid", positional=True, form="path"
+        (), "run directories; several runs are overlaid", positional=True, form="path"
     )
     output: str = flag(
-        "", "HTML file to write (default: report.html in the first run folder)", form="path"
+        "", "HTML file to write (default: report.html in the first run directory)", form="path"
     )
 
     def __post_init__(self) -> None:
         if not self.runs:
-            raise UserError("no run folder given; use `report RUN [RUN …]`")
+            raise UserError("no run directory given; use `report RUN [RUN …]`")
 
 
 def main(config: ReportConfig) -> None:

@@ -50,7 +50,7 @@ def test_losses_and_data_equal_one_process(
         for name in ("grad_norm", "grad_norm_max", "param_norm"):
             assert found[step][name] == pytest.approx(record[name], rel=1e-4)
     log = (tmp_path / f"log.rank{nproc - 1}.txt").read_text()
-    assert "run folder" not in log  # rank 0 logs it
+    assert "run directory" not in log  # rank 0 logs it
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def started(step: int = 0, samples: int = 0, tokens: int = 0) -> Any:
 
 
 def board(folder: Path, *records: Record, start: Any = None) -> EventAccumulator:
-    """Writes the records of a launch into a run folder, and reads them as TensorBoard does."""
+    """Writes the records of a launch into a run directory, and reads them as TensorBoard does."""
     section = LogConfig(trackers=("tensorboard",), output_dir=str(folder))
     config = TrainConfig(optim=OptimConfig(learning_rate=2e-3), log=section)
     (background,) = open_trackers(config, start or started())

@@ -33,7 +33,7 @@ def test_dry_run_describes_the_launch(tmp_path: Path, ranks: int) -> None:
         "model: 500,352 parameters",
         f"batch: 2 sequences x {counted(max(1, ranks), 'rank')} x 1 accumulation step =",
         "recompute: auto chose none: about ",
-        f"run folder: runs/{name}",
+        f"run directory: runs/{name}",
         "steps: 1 to 4",
         f"starting from scratch: no checkpoint in runs/{name}/checkpoints",
         "dry run: nothing was written",

@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 class Job:
-    """A submitted chain: its number, its run folder and what it printed."""
+    """A submitted chain: its number, its run directory and what it printed."""
 
     def __init__(self, *sbatch: str, nproc: int) -> None:
         settings = {"PYTHON": sys.executable, "NPROC_PER_NODE": str(nproc), "OMP_NUM_THREADS": "1"}

@@ -175,7 +175,7 @@ def test_step_shows_the_text_of_documents(
     ("argv", "text"),
     [
         ("--step=1", "--run and --step are required"),
-        ("--run=nowhere --step=1", "--run=nowhere must be a run folder with config.json"),
+        ("--run=nowhere --step=1", "--run=nowhere must be a run directory with config.json"),
         ("--run={run} --step=1 --rows=3:9", "--rows=3:9 must be a:b with 0 <= a < b <= 4"),
         ("--run={run} --step=1 --text", "--text requires a tokenizer in"),
         ("--run={run} --step=1 --data_path=nowhere", "--data_path=nowhere is not a folder"),
