@@ -52,7 +52,7 @@ FSDP, ZERO1, HALF = (
     dict(recompute="blocks", selective_checkpointing="1/2"),
 )
 CASES: dict[str, dict[str, Any]] = {
-    "activations in bf16": dict(config=SLIM, rows=80, length=300, precision="bf16"),
+    "activations in bf16": dict(config=SLIM, rows=40, length=300, precision="bf16"),
     "gpt": dict(config=GPT, rows=56, length=512),
     "half of the blocks": dict(config=SLIM | dict(num_layers=16), rows=36, length=512, flags=HALF),
     "operations": dict(
@@ -65,7 +65,13 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-steps": dict(config=WIDE, rows=1, length=64, accum=2),
     "fsdp": dict(config=WIDE | dict(num_layers=12), rows=1, length=64, world=2, flags=FSDP),
     "zero1 in bf16": dict(
-        config=WIDE, rows=1, length=64, accum=2, precision="bf16", world=2, flags=ZERO1
+        config=WIDE | dict(num_layers=4),
+        rows=1,
+        length=32,
+        accum=2,
+        precision="bf16",
+        world=2,
+        flags=ZERO1,
     ),
 }
 
@@ -93,7 +99,8 @@ def test_peak_memory_is_predicted(name: str, tmp_path: Path) -> None:
     assert all(rank.returncode == 0 for rank in ranks)
     grown, expected = json.loads(texts[0].splitlines()[-1])
     print(f"{name}: predicted {expected / 2**20:.0f} MiB, measured {grown / 2**20:.0f}")
-    assert grown > 2**31
+    # Without native bf16 a CPU takes minutes to fill 2 GiB.
+    assert grown > (2**29 if case.get("precision") == "bf16" else 2**31)
     # The allocator's growth varies, and on a busy machine the kernel may reclaim pages.
     assert 0.8 * grown <= expected <= 1.25 * grown
 
