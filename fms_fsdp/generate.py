@@ -87,7 +87,8 @@ def _allocate(config: TransformerConfig, device: str | torch.device) -> Llama:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Distribution from which a token is drawn. Temperature 0 takes the most likely token; top_k 0 and top_p 1 are off.
+    """Distribution from which a token is drawn. Temperature 0 takes the most likely token; top_k 0
+    and top_p 1 are off.
 
     Source: Fan et al. 2018 (top-k); Holtzman et al. 2020 (top-p).
     """

@@ -35,8 +35,8 @@ class CheckpointManager:
 
     `settle()` completes `state.non_finite_steps` and `state.last_finite_step`, which may lag a step
     behind on a GPU. `alive(extra_s)` extends the watchdog's deadline, because this rank may wait for
-    another rank's save. `event` records a failure in metrics.jsonl. `save_s`: duration of the last save, at first an
-    estimate. `host_bytes`: host memory that the copies of this rank may take.
+    another rank's save. `event` records a failure in metrics.jsonl. `save_s`: duration of the last
+    save, at first an estimate. `host_bytes`: host memory that the copies of this rank may take.
     """
 
     def __init__(

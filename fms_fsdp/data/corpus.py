@@ -99,8 +99,9 @@ def open_corpus(
 ) -> Corpus:
     """Returns the corpus that the flags describe: the shards of each source and the token counts.
 
-    Reads counts and the headers of a few shards, no tokens. Without `datasets`, every folder with shards is a source; without `weights`, sources are weighted
-    by their tokens, at least by 1/65,536. `check_shards` compares opened shards with their counts.
+    Reads counts and the headers of a few shards, no tokens. Without `datasets`, every folder with
+    shards is a source; without `weights`, sources are weighted by their tokens, at least by 1/65,536.
+    `check_shards` compares opened shards with their counts.
 
     Example:
         corpus = open_corpus(DataConfig(data_path="data/own", datasets=("docs", "code")))

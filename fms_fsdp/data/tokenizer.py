@@ -184,7 +184,8 @@ class SentencePieceTokenizer:
 
 
 def piece_bytes(piece: str) -> int:
-    """Returns the number of UTF-8 bytes of a sentencepiece piece: a byte as <0x0A>, or text with U+2581 for spaces."""
+    """Returns the UTF-8 bytes of a sentencepiece piece, which is a byte as <0x0A>, or text with
+    U+2581 for spaces."""
     return (
         1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
     )

@@ -27,7 +27,8 @@ class NonFiniteGuard:
 
     The optimizer skips such a step on the device, and a step without labels. The count is
     `state.non_finite_steps`, which starts with the checkpoint's, so restarts do not hide it; steps
-    that a dynamic loss scale skipped do not count. On a GPU a step is read while the next one runs, so that the host does not wait.
+    that a dynamic loss scale skipped do not count. On a GPU a step is read while the next one
+    runs, so that the host does not wait.
     `describe(step)` names the data of a step. `advice` follows the failure.
     """
 
