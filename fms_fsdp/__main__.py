@@ -62,6 +62,10 @@ COMMANDS = {
         "estimate:main",
         "how long a training will take, what it needs, and the fastest layout",
     ),
+    "translate": (
+        "translate:main",
+        "the configuration of another program → a TOML file of this one, and what it leaves out",
+    ),
     "report": ("report:main", "a page of curves and tables from run folders"),
 }
 REMOVED = {  # command -> what to use in its place

@@ -28,7 +28,13 @@ from fms_fsdp.config.flag import (
     unmet,
     unused_flags,
 )
-from fms_fsdp.config.train_config import TrainConfig, by_name, check_removed, other_names
+from fms_fsdp.config.train_config import (
+    TrainConfig,
+    answers_for_others,
+    by_name,
+    check_removed,
+    other_programs,
+)
 from fms_fsdp.config.values import did_you_mean, one_line, shown, typed
 from fms_fsdp.errors import PROGRAM, UserError, print_and_end
 
@@ -128,7 +134,7 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
                 raise UserError(f"{shown(argument)} is not a flag; write --name=value")
             continue
         name, equals, text = argument.lstrip("-").partition("=")
-        name = name.replace("-", "_")
+        name = _field_name(name, table)
         is_bare = not equals and re.match(r"--?([^\W\d]|$)", following) is not None
         if is_bare and name not in table and name.removeprefix("no") in table:
             name, text = name.removeprefix("no"), "False"
@@ -148,7 +154,7 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
 
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def collect(*strays: str, **named: str) -> None:
-        texts.update({name.replace("-", "_"): text for name, text in named.items()})
+        texts.update({_field_name(name, table): text for name, text in named.items()})
         positional = next((row.name for row in table.values() if row.positional), None)
         if strays and positional is None:
             raise UserError(f"{shown(strays[0])} is not a flag; write --name=value")
@@ -158,6 +164,12 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
     if argv:
         fire.Fire(collect, command=list(argv), name="flags")
     return texts
+
+
+def _field_name(name: str, table: Mapping[str, Flag]) -> str:
+    """Returns the name of a flag; the field of a Python keyword such as `from` ends with `_`."""
+    name = name.replace("-", "_")
+    return f"{name}_" if f"{name}_" in table else name
 
 
 def _omit_sources(values: dict[str, Any]) -> Iterator[str]:
@@ -178,7 +190,7 @@ def _unknown(quoted: str, name: str, table: Mapping[str, Flag], command: str) ->
 
     The command's own flags come before training flags and names of other programs.
     """
-    here, content = shown(quoted), other_names()
+    here, content = shown(quoted), other_programs()
     own = table.keys() - flag_table(TrainConfig).keys()
     is_training = "learning_rate" in table
     removed = content["removed"]
@@ -187,8 +199,7 @@ def _unknown(quoted: str, name: str, table: Mapping[str, Flag], command: str) ->
     hint = hint and f"; {hint}"
     hint = hint or did_you_mean(sorted(own), name, mark="--")
     if not hint and is_training:
-        theirs = {other: f"write {flag}" for other, flag in by_name(content["here"]).items()}
-        answer = (theirs | content["gone"]).get(name.rpartition(".")[2])
+        answer = answers_for_others().get(name.rpartition(".")[2])
         hint = f"; {answer}" if answer else ""
     if not hint and not is_training:
         flag = by_name(content["tools"]).get(name, "")
@@ -302,6 +313,8 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
             f"  {usage} --model_variant=tiny --use_dummy_dataset=True --num_steps=20",
             "  torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=/data\n",
         ]
+    if examples := getattr(config_type, "examples", ()):
+        lines += ["\nexamples:", *(f"  {usage} {example}" for example in examples)]
     first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
     texts = help_texts(config_type)
     for section, rows in rows_by_section(config_type):
@@ -311,7 +324,7 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
                 continue
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             default = shown_value(row.default)
-            lines.append(f"  --{row.name} ({type_name(row)}, default {default}){choices}")
+            lines.append(f"  --{row.name.rstrip('_')} ({type_name(row)}, default {default}){choices}")
             advanced = " (advanced)" if row.advanced else ""
             lines.append(f"      {texts[row.name]}{advanced}{needs_note(row)}")
     if first:

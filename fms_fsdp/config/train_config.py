@@ -121,7 +121,7 @@ def check_removed(name: str, value: Any) -> bool:
     Raises:
         UserError: a removed flag has another value, which this program cannot honor.
     """
-    names = other_names()
+    names = other_programs()
     if name not in names["removed_defaults"]:
         return False
     if value not in (None, names["removed_defaults"][name]):
@@ -131,9 +131,24 @@ def check_removed(name: str, value: Any) -> bool:
 
 
 @cache
-def other_names() -> dict[str, dict[str, Any]]:
-    """Returns the tables of other_names.toml: flags of other programs, and flags that were removed."""
-    return tomllib.loads((Path(__file__).parent / "other_names.toml").read_text())
+def other_programs() -> dict[str, dict[str, Any]]:
+    """Returns the tables of other_programs.toml: flags of other programs, and flags that were removed."""
+    return tomllib.loads((Path(__file__).parent / "other_programs.toml").read_text())
+
+
+def answers_for_others() -> dict[str, str]:
+    """Returns name -> answer for the flags of other programs that are not flags here."""
+    content, flags = other_programs(), dict[str, set[str]]()
+    for program in content["programs"].values():
+        for flag, keys in program.get("flags", {}).items():
+            for key in [keys] if isinstance(keys, str) else keys:
+                name = key.partition(" ")[0].rpartition(".")[2]
+                flags.setdefault(name, set()).add(flag)
+    theirs = {name: f"--{flag}" for name, (flag, *more) in flags.items() if not more}
+    theirs = {name: flag for name, flag in theirs.items() if not flag.startswith("--_")}
+    theirs |= by_name(content["here"])
+    answers = {name: f"write {flag}" for name, flag in theirs.items()} | content["gone"]
+    return {name: answer for name, answer in answers.items() if name not in flag_table(TrainConfig)}
 
 
 def by_name(answers: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -1,0 +1,295 @@
+"""Reads the configurations of other programs as a flat list of keys; nothing in them is executed.
+
+    YAML, TOML, JSON   nested names are joined by dots: optimizer.params.lr
+    Python             assignments of literals at the top of a file
+    any other file     the arguments of a command in a shell script, or arguments alone
+
+A value that only a run of the program could know, such as `$(nproc)`, is undecided.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.config.values import shown
+from fms_fsdp.errors import MissingInput, UserError
+
+_MAX_BYTES, _MAX_KEYS, _MAX_DEPTH = 2**20, 5000, 20
+
+
+@dataclass(frozen=True, eq=False)
+class Key:
+    """A key of the input. `undecided`: the reason why the value is not known, or ""."""
+
+    name: str  # in lower case, words joined by "_"
+    value: Any
+    place: str  # file:line
+    undecided: str = ""
+
+
+def read_keys(path: str) -> tuple[str, list[Key]]:
+    """Returns the format of a file and its keys, in their order.
+
+    Raises:
+        UserError: the file cannot be read, is malformed, or sets a key twice.
+    """
+    try:
+        content = Path(path).read_bytes()
+        text = content[: _MAX_BYTES + 1].decode("utf-8-sig")
+    except FileNotFoundError:
+        raise MissingInput(f"{shown(path)} does not exist; name a configuration") from None
+    except OSError as error:
+        raise UserError(f"{shown(path)} cannot be read: {error.strerror}; name a file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{shown(path)} is not text; name the configuration itself") from None
+    if len(content) > _MAX_BYTES or "\0" in text:
+        raise UserError(f"{shown(path)} is not a configuration of at most 1 MiB; name another file")
+    kind, read = _READERS.get(Path(path).suffix.lower(), ("arguments", _read_arguments))
+    try:
+        found = []
+        for key in read(text):
+            name = key.name.replace("-", "_").lower()
+            place = key.place or str(_line_of(text, name))
+            found.append(Key(name, key.value, f"{path}:{place}", key.undecided))
+            if len(found) > _MAX_KEYS:
+                raise ValueError(f"there are more than {_MAX_KEYS:,} keys")
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        if isinstance(error, UserError):
+            raise
+        text = shown(str(error)) or type(error).__name__
+        raise UserError(f"{shown(path)} is not valid {kind}: {text}; correct the file") from None
+    if kind in ("arguments", "python"):  # a later one replaces an earlier one
+        return kind, list({key.name: key for key in found}.values())
+    for i, key in enumerate(found):
+        if any(key.name == other.name for other in found[:i]):
+            raise UserError(f"{key.place}: {shown(key.name)} is set twice; remove one of them")
+    return kind, found
+
+
+def _line_of(text: str, name: str) -> int:
+    """Returns the first line that holds the last word of a key."""
+    word = re.escape(name.rpartition(".")[2]).replace("_", "[-_]")
+    match = re.search(rf"(?<!\w)(?<!\w-){word}(?![\w-])", text, re.IGNORECASE)
+    return text.count("\n", 0, match.start()) + 1 if match else 1
+
+
+def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[Key]:
+    if prefix.count(".") > _MAX_DEPTH:
+        raise ValueError("tables are nested too deeply")
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield Key(f"{prefix}{name}", value or None if isinstance(value, dict) else value, "")
+
+
+def _read_toml(text: str) -> Iterator[Key]:
+    yield from _flatten(tomllib.loads(text))
+
+
+def _read_json(text: str) -> Iterator[Key]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{repeated[0]} is set twice")
+        return dict(pairs)
+
+    content = json.loads(text, object_pairs_hook=unique)
+    if not isinstance(content, dict):
+        raise ValueError("it must hold an object")
+    yield from _flatten(content, "config." if "model_type" in content else "")
+
+
+def _read_yaml(text: str) -> Iterator[Key]:
+    try:
+        import yaml
+    except ImportError:
+        raise UserError("YAML requires the package pyyaml; run: pip install pyyaml") from None
+    loader = yaml.SafeLoader(text)
+
+    def read(node: Any, prefix: str) -> Iterator[Key]:
+        if prefix.count(".") > _MAX_DEPTH:
+            raise ValueError("mappings are nested too deeply")
+        for name, inner in node.value:
+            key, line = f"{prefix}{name.value}", str(name.start_mark.line + 1)
+            if inner.tag.startswith("!"):
+                yield Key(key, None, line, f"the tag {inner.tag} is not followed")
+            elif name.tag.endswith(":merge"):
+                yield Key(key, None, line, "a merge is not followed")
+            elif isinstance(inner, yaml.MappingNode) and inner.value:
+                yield from read(inner, f"{key}.")
+            else:
+                yield Key(key, loader.construct_object(inner, deep=True) or _plain(inner), line)
+
+    def _plain(node: Any) -> Any:
+        value = loader.construct_object(node, deep=True)
+        return None if isinstance(value, dict) else value
+
+    try:
+        root = loader.get_single_node()
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise ValueError("it must hold keys with values")
+        found = list(read(root, "")) if root is not None else []
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    values = {key.name: key.value for key in found}
+    yield from (_interpolated(key, values) for key in found)
+
+
+def _interpolated(key: Key, values: dict[str, Any], depth: int = 0) -> Key:
+    """Returns a key with the value of `${a.b}`, or of `${.b}` next to it."""
+    if not isinstance(key.value, str) or "${" not in key.value:
+        return key
+    match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", key.value)
+    above = key.name.split(".")[: -len(match[1])] if match and match[1] else []
+    name = ".".join([*above, match[2]]) if match else ""
+    if name not in values or depth > _MAX_DEPTH:
+        return Key(key.name, None, key.place, f"{shown(key.value)} is not evaluated")
+    found = _interpolated(Key(name, values[name], ""), values, depth + 1)
+    return Key(key.name, found.value, key.place, found.undecided)
+
+
+def _read_python(text: str) -> Iterator[Key]:
+    for node in ast.parse(text).body:
+        line = str(node.lineno)
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                try:
+                    yield Key(name, _literal(value), line)
+                except ValueError:
+                    source = shown(ast.unparse(value))
+                    yield Key(name, None, line, f"{source} is not evaluated")
+            case ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom():
+                pass
+            case _:
+                yield Key(f"line_{line}", None, line, "the statement is not executed")
+
+
+def _literal(node: ast.expr) -> Any:
+    """Returns the value of a literal, or of a product of two numbers such as 5 * 8."""
+    match node:
+        case ast.BinOp(left=ast.Constant(value=a), op=ast.Mult(), right=ast.Constant(value=b)):
+            if type(a) in (int, float) and type(b) in (int, float):
+                return a * b
+    return ast.literal_eval(node)
+
+
+_TOKEN = re.compile(r"\\.|(?<!\S)#[^\n]*|'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+_OPENING, _CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+
+
+def _statements(text: str) -> Iterator[str]:
+    """Yields the statements of a shell script without comments and here-documents; a backslash, an
+    open quote or an open bracket continues a line."""
+    held, is_quoted, end = "", False, ""
+    for line in text.splitlines():
+        if end or (line.lstrip().startswith("#") and not is_quoted):
+            end = end * (line.strip() != end)
+            continue
+        is_continued = line.endswith("\\")
+        held += line[:-1] + " " if is_continued else line + "\n"
+        bare = _TOKEN.sub("", held)
+        is_quoted = '"' in bare or "'" in bare
+        if not (is_continued or is_quoted or bare.count("(") > bare.count(")")):
+            here = re.search(r"<<-?\s*['\"]?(\w+)", held)
+            end = here[1] if here else ""
+            yield _TOKEN.sub(lambda token: token[0] * (token[0][0] != "#"), held).strip()
+            held = ""
+    if held.strip():
+        raise ValueError(f"a quote or bracket is not closed after {shown(held.strip()[:40])}")
+
+
+def _commands(text: str) -> tuple[list[str], list[str]]:
+    """Returns the commands of a shell script, and the values of its variables, both with the
+    variables of simple assignments replaced.
+
+    A variable that is set within `if`, `for`, `while` or `case`, or by a command, keeps its name.
+    """
+    variables, commands, depth = dict[str, str](), list[str](), 0
+
+    def expand(text: str) -> str:
+        name = r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})"
+        return re.sub(name, lambda each: variables.get(each[1] or each[2], each[0]), text)
+
+    for statement in _statements(text):
+        for _ in range(3):  # nested substitutions
+            statement = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`", "$<...>", statement)
+        words = re.split(r"[\s;&|]+", _TOKEN.sub("", statement))
+        depth += sum(word in _OPENING for word in words)
+        if array := re.fullmatch(r"(?:export\s+)?(\w+)(\+?)=\((.*)\)", statement, re.DOTALL):
+            values = {array[1]: (variables.get(array[1], "") + " ") * bool(array[2]) + array[3]}
+        else:
+            parts = [part.removesuffix(";") for part in _words(statement) if part != "export"]
+            pairs = [re.fullmatch(r"(\w+)=(.*)", part, re.DOTALL) for part in parts]
+            values = {pair[1]: pair[2] for pair in pairs if pair}
+            if not all(pairs):
+                commands.append(expand(statement))
+                values = values if depth else {}
+        for name, value in values.items():
+            variables[name] = expand(value)
+            if depth:
+                del variables[name]
+        depth = max(0, depth - sum(word in _CLOSING for word in words))
+    return commands, list(variables.values())
+
+
+def _read_arguments(text: str) -> Iterator[Key]:
+    commands, values = _commands(text)
+    if calls := [call for call in map(_call, commands + values) if call is not None]:
+        # `echo $CMD` has the same arguments as the command
+        launcher, words = max(calls, key=lambda call: (len(call[1]), len(call[0])))
+    else:
+        launcher, words = [], [word for each in commands or values for word in _words(each)]
+    yield from _options(launcher, "launcher.")
+    yield from _options(words, "")
+
+
+def _words(text: str) -> list[str]:
+    return shlex.split(text.replace("\n", " "))
+
+
+def _call(text: str) -> tuple[list[str], list[str]] | None:
+    """Returns the words before and after the Python program that a command starts, if it has
+    options."""
+    words = list[str]()
+    for word in _words(text):  # of bash -c 'python x.py …' too
+        words += _words(word) if ".py " in word else [word]
+    for i, word in enumerate(words):
+        is_module = i > 0 and words[i - 1] == "-m" and not word.startswith("torch.")
+        if (word.endswith(".py") or is_module) and any(w[:2] == "--" for w in words[i:]):
+            return words[:i], words[i + 1 :]
+    return None
+
+
+def _options(words: list[str], prefix: str) -> Iterator[Key]:
+    """Yields a key for each `--name value…`, `--name=value` and `--switch`."""
+    groups = list[list[str]]()
+    for word in words:
+        if re.match(r"--[^\W\d]", word):
+            groups.append(list(word.split("=", 1)))
+        elif word in ("|", "||", "&", "&&", ";", "2>&1", ">"):
+            break
+        elif groups and word != "--":
+            groups[-1].append(word)
+    for name, *values in groups:
+        value = values if len(values) > 1 else values[0] if values else True
+        hidden = [word for word in values if "$" in word]
+        reason = f"{shown(hidden[0])} is known only to the shell" if hidden else ""
+        yield Key(prefix + name[2:], None if hidden else value, "", reason)
+
+
+_READERS: dict[str, tuple[str, Callable[[str], Iterator[Key]]]] = {
+    ".yaml": ("yaml", _read_yaml),
+    ".yml": ("yaml", _read_yaml),
+    ".toml": ("toml", _read_toml),
+    ".json": ("json", _read_json),
+    ".py": ("python", _read_python),
+}
