@@ -324,7 +324,9 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
                 continue
             choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
             default = shown_value(row.default)
-            lines.append(f"  --{row.name.rstrip('_')} ({type_name(row)}, default {default}){choices}")
+            lines.append(
+                f"  --{row.name.rstrip('_')} ({type_name(row)}, default {default}){choices}"
+            )
             advanced = " (advanced)" if row.advanced else ""
             lines.append(f"      {texts[row.name]}{advanced}{needs_note(row)}")
     if first:

@@ -66,6 +66,8 @@ def read_keys(path: str) -> tuple[str, list[Key]]:
             raise
         text = shown(str(error)) or type(error).__name__
         raise UserError(f"{shown(path)} is not valid {kind}: {text}; correct the file") from None
+    if found and found[0].name.startswith("config."):
+        kind = "config.json"
     if kind in ("arguments", "python"):  # a later one replaces an earlier one
         return kind, list({key.name: key for key in found}.values())
     for i, key in enumerate(found):
@@ -176,9 +178,12 @@ def _read_python(text: str) -> Iterator[Key]:
 def _literal(node: ast.expr) -> Any:
     """Returns the value of a literal, or of a product of two numbers such as 5 * 8."""
     match node:
-        case ast.BinOp(left=ast.Constant(value=a), op=ast.Mult(), right=ast.Constant(value=b)):
-            if type(a) in (int, float) and type(b) in (int, float):
-                return a * b
+        case ast.BinOp(
+            left=ast.Constant(value=int() | float() as a),
+            op=ast.Mult(),
+            right=ast.Constant(value=int() | float() as b),
+        ):
+            return a * b
     return ast.literal_eval(node)
 
 
@@ -277,7 +282,7 @@ def _options(words: list[str], prefix: str) -> Iterator[Key]:
             groups.append(list(word.split("=", 1)))
         elif word in ("|", "||", "&", "&&", ";", "2>&1", ">"):
             break
-        elif groups and word != "--":
+        elif groups and not re.match(r"-([a-z]|-?$)", word):
             groups[-1].append(word)
     for name, *values in groups:
         value = values if len(values) > 1 else values[0] if values else True

@@ -10,6 +10,7 @@ flags of absent keys, and keys without a counterpart. Flags that begin with `_` 
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 import shlex
@@ -67,7 +68,9 @@ class TranslateConfig:
         (), "FILE…: YAML, TOML, JSON, Python or a shell script", positional=True, form="path"
     )
     output: str = flag("", "TOML file to write (default: print it)", form="path")
-    from_: str = flag("", "program of the files (default: recognized by their keys)", choices=PROGRAMS)
+    from_: str = flag(
+        "", "program of the files (default: recognized by their keys)", choices=PROGRAMS
+    )
     num_devices: int | None = flag(
         None, "number of devices (default: the input's, or the fewest)", min=1, max=2**20
     )
@@ -256,7 +259,12 @@ def _combine(found: Translation) -> None:
     """Makes flags of the flags that begin with `_`, and of flags that depend on one another."""
     get, put = found.get, found.set
     if get("_half"):
-        put("precision", get("precision") if found.flags["precision"][1] else get("_half"), "precision", "_half")
+        put(
+            "precision",
+            get("precision") if found.flags["precision"][1] else get("_half"),
+            "precision",
+            "_half",
+        )
     if get("_gelu") and get("activation") == "gelu_tanh":
         put("activation", get("_gelu"), "_gelu")
     if get("_norm_eps") and not get("norm_eps"):
@@ -264,7 +272,11 @@ def _combine(found: Translation) -> None:
     if get("_tokenizer") and not found.flags.get("vocab_size", ("", ("",)))[1]:
         del found.flags["vocab_size"]  # that of the data
     if depth := _number(get("_depth", 0)):
-        shape = {"num_layers": depth, "hidden_size": 64 * depth, "num_attention_heads": -(-depth // 2)}
+        shape = {
+            "num_layers": depth,
+            "hidden_size": 64 * depth,
+            "num_attention_heads": -(-depth // 2),
+        }
         for name, value in shape.items():
             put(name, value, "_depth")
     if get("max_seq_len") and not get("seq_length"):
@@ -283,7 +295,12 @@ def _combine(found: Translation) -> None:
         rows = _number(get("_batch_tokens")) // _number(get("seq_length"))
         put("global_batch_size", rows, "_batch_tokens")
     if accum := get("_total_accum"):  # of all ranks together
-        put("global_batch_size", _number(get("batch_size")) * _number(accum), "batch_size", "_total_accum")
+        put(
+            "global_batch_size",
+            _number(get("batch_size")) * _number(accum),
+            "batch_size",
+            "_total_accum",
+        )
     if _number(get("pp_size", 1)) > 1:  # here a pipeline divides the micro-batch
         put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
         micro = found.flags.pop("batch_size", None)
@@ -296,7 +313,11 @@ def _combine(found: Translation) -> None:
             put("grad_accum_steps", 1, "grad_accum_steps")
     if ratio := get("_warmup_fraction"):
         base = str(get("lr_decay") or get(steps) or "")
-        unit = "samples" if "samples" in base or (steps == "num_samples" and not get("lr_decay")) else ""
+        unit = (
+            "samples"
+            if "samples" in base or (steps == "num_samples" and not get("lr_decay"))
+            else ""
+        )
         length = _number(base.removesuffix("samples")) if base and steps != "num_tokens" else None
         warmup = f"{round(_number(ratio) * length)}{unit}" if length else str(ratio)
         put("warmup", warmup, "_warmup_fraction")
@@ -316,6 +337,7 @@ def _combine(found: Translation) -> None:
         put("sharding_strategy", strategy, "_replicate", "_shard")
         if strategy == "hsdp" and shard > 1:
             put("hsdp_shard_size", shard, "_shard")
+            put("_devices", replicas * shard * _other_axes(found), "_replicate", "_shard")
     if (layers := get("_recompute_layers")) and get("recompute") == "blocks":
         if get("_recompute_method") == "block":
             count = _number(layers) * _number(get("pp_size", 1))
@@ -341,6 +363,12 @@ def _combine(found: Translation) -> None:
         del found.flags[name]
 
 
+def _other_axes(found: Translation) -> int:
+    """Returns the number of devices that read the same sequences."""
+    sizes = (_number(found.get(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
+    return math.prod(max(1, size) for size in sizes)
+
+
 def _combine_data(found: Translation) -> None:
     """Names the sources of the data, and adds the commands that make their shards."""
     kinds = ("_prefixes", "_tokens", "_text", "_dataset")
@@ -354,7 +382,7 @@ def _combine_data(found: Translation) -> None:
         weights, items = [_number(each) for each in items[::2]], items[1::2]
     names = [re.sub("(_text)?(_document)?$", "", Path(item).name) or "data" for item in items]
     names = [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
-    sources = (kind, "_data_weights", "_split")
+    sources = (kind, "_dataset_config", "_data_weights", "_split")
     found.set("data_path", "data", *sources)
     found.set("datasets", names, *sources)
     if len(weights) == len(names) > 1:
@@ -438,9 +466,9 @@ def check_run(config: TrainConfig, num_devices: int | None) -> Iterator[str]:
     rows = rows or (training.micro_batch_size or 2) * (training.grad_accum_steps or 1) * dp_size
     batch = BatchPlan(rows, 1, 1, training.rampup, True)
     yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
-    epochs = training.epochs()
-    steps = f"{last_step(training, batch, length):,}" if epochs is None else f"{epochs[1]:g} epochs"
-    yield f"steps: {steps}"
+    epochs = f"those of {training.num_epochs} epochs of the data"
+    steps = f"{last_step(training, batch, length):,}"
+    yield f"steps: {epochs if training.num_epochs else steps}"
     batch = plan_batch(training, dp_size)
     check_layout(config, model, dims, batch, cuda)
     precision = config.precision.resolve(config.precision.named or "bf16")
@@ -463,7 +491,7 @@ def recognize(kinds: set[str], keys: list[Key]) -> str:
     scores = {
         name: sum(map(program.knows, names))
         for name, program in ((name, Program(name)) for name in PROGRAMS)
-        if kinds <= set(program.formats)
+        if kinds <= {*program.formats, "config.json"}
     }
     best = [name for name, score in scores.items() if score == max(scores.values()) > 0]
     if len(best) != 1:
@@ -505,10 +533,9 @@ def main(config: TranslateConfig) -> None:
             keys.append(key)
     if not keys:
         raise UserError(f"{shown(config.files[0])} has no keys; name a configuration")
+    hf_configs = [path for path, (kind, _) in files.items() if kind == "config.json"]
     name = config.from_ or recognize({kind for kind, _ in files.values()}, keys)
-    is_hf = {path: own[0].name.startswith("config.") for path, (_, own) in files.items() if own}
-    hf_config = next((path for path, is_config in is_hf.items() if is_config), "")
-    found = translate(Program(name), keys, hf_config)
+    found = translate(Program(name), keys, hf_configs[0] if hf_configs else "")
     devices = config.num_devices or found.get("_num_devices")
     lines, is_valid = list(toml_lines(found)), True
     checks = list[str]()
@@ -520,7 +547,9 @@ def main(config: TranslateConfig) -> None:
     text = [f"{found.title}: {counted(len(keys), 'key')}", *report(found), *checks]
     if config.output:
         write_atomically(Path(config.output), "\n".join(lines) + "\n")
-        text.append(f"wrote {config.output}; train: python main_training.py --config={config.output}")
+        text.append(
+            f"wrote {config.output}; train: python main_training.py --config={config.output}"
+        )
     else:
         print("\n".join(lines) + "\n")
     print("\n".join(text if config.output else [f"# {line}" for line in text]))
