@@ -266,7 +266,7 @@ def _call(text: str) -> tuple[list[str], list[str]] | None:
     options."""
     words = list[str]()
     for word in _words(text):  # of bash -c 'python x.py …' too
-        words += _words(word) if ".py " in word else [word]
+        words += _words(word) if " --" in word else [word]
     for i, word in enumerate(words):
         is_module = i > 0 and words[i - 1] == "-m" and not word.startswith("torch.")
         if (word.endswith(".py") or is_module) and any(w[:2] == "--" for w in words[i:]):

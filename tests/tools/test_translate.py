@@ -1,0 +1,669 @@
+"""`translate` against figures derived by hand from the configurations of other programs."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fms_fsdp.__main__ import main
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.batch import BatchPlan, last_step
+from fms_fsdp.config.flag import flag_table, flag_values
+from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.config.train_config import other_programs
+from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.optim.schedules import RunLength, find_milestones
+from fms_fsdp.tools import translate
+from fms_fsdp.tools.other_configs import Key, read_keys
+from fms_fsdp.tools.translate import CONVERSIONS, PROGRAMS, Program, Translation
+from tests.cli import ROOT, metrics, run
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class Run(NamedTuple):
+    """Figures of a configuration; `milestones`: ends of the warmup and of the decay, in steps, or
+    in tokens if samples give them."""
+
+    files: str
+    program: str
+    parameters: int
+    batch: int  # sequences per step
+    steps: int
+    milestones: tuple[int, int]
+    layout: dict[str, Any]
+    missing: str = ""  # keys without a counterpart, and undecided ones
+
+
+# h: hidden size. A GPT block with biases has 12 h^2 + 13 h parameters: 4 h^2 + 4 h of attention,
+# 8 h^2 + 5 h of the feed-forward layer, 4 h of two LayerNorms. A Llama block has
+# 2 h^2 + 2 h kv + 3 h ffn + 2 h, where kv is the width of the keys.
+RUNS = [
+    # 12 blocks of 12 h^2 + 11 h (RMSNorm), 2 x 50,304 (50,257 to a multiple of 128) x 768, one norm;
+    # 4 sequences x 8 devices; the warmup is 0.01 of the 320,000 steps of the decay
+    Run(
+        "neox_160m.yml neox_local_setup.yml",
+        "neox",
+        12 * (12 * 768**2 + 11 * 768) + 2 * 50304 * 768 + 768,
+        32,
+        320_000,
+        (3200, 320_000),
+        {"sharding_strategy": "ddp", "tp_size": 1, "pp_size": 1, "recompute": "blocks"},
+    ),
+    # 4 Llama blocks of Llama 2 7B
+    Run(
+        "nxd_hf.yaml nxd_hf_config.json",
+        "nxd",
+        4 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096,
+        1024,
+        20_000,
+        (100, 20_000),
+        {"sharding_strategy": "zero1", "tp_size": 8, "sequence_parallel": True},
+    ),
+    # the vocabulary is that of the data, here 32,000
+    Run(
+        "nxd_megatron.yaml",
+        "nxd",
+        32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 2 * 32000 * 4096 + 4096,
+        1024,
+        20_000,
+        (2000, 20_000),
+        {"sharding_strategy": "zero1", "tp_size": 8, "recompute": "ops"},
+    ),
+    # 50,257 tokens to a multiple of 128 x 2 devices are 50,432; the head is tied; 2,048 positions.
+    # 23,456 steps of the ramp have 5,000,528 samples; (300M - 5,000,528) / 1,024 = 288,085.4.
+    # 216,320 and 126,953,125 samples of 2,048 tokens; these are 260B tokens
+    Run(
+        "megatron_tr1_13b.slurm",
+        "megatron",
+        40 * (12 * 5120**2 + 13 * 5120) + (50432 + 2048) * 5120 + 2 * 5120,
+        1024,
+        23_456 + 288_086,
+        (443_023_360, 260_000_000_000),
+        {"sharding_strategy": "ddp", "tp_size": 2, "pp_size": 4, "recompute": "blocks"},
+        "save_interval",
+    ),
+    # 2 sequences x 16 nodes x 8 devices; the warmup is the minimum of 2,000 and a 20th
+    Run(
+        "fms_7b.sh",
+        "fms",
+        6_738_415_616,
+        256,
+        1_000_000,
+        (2000, 1_000_000),
+        {"sharding_strategy": "hsdp", "fsdp_activation_checkpointing": True},
+    ),
+    # keys of 8 heads x 128; the number of nodes is known only to SLURM, so there are 8 devices
+    Run(
+        "fms_llama3_70b.sh",
+        "fms",
+        80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192)
+        + 2 * 128256 * 8192
+        + 8192,
+        8,
+        250_000,
+        (2000, 250_000),
+        {"sharding_strategy": "fsdp", "selective_checkpointing": "0.5"},
+    ),
+    # 50,277 tokens of the 20B tokenizer to a multiple of 128; 32 sequences x 32 devices
+    Run(
+        "neox_pythia_160m.yml",
+        "neox",
+        12 * (12 * 768**2 + 13 * 768) + 2 * 50304 * 768 + 2 * 768,
+        1024,
+        143_000,
+        (1430, 143_000),
+        {"sharding_strategy": "zero1", "recompute": "blocks"},
+        "init_method output_layer_init_method fp16.initial_scale_power",
+    ),
+    # 50,277 to a multiple of 128 x 2; 4 sequences x 32 steps x (96 / 2 / 4) replicas
+    Run(
+        "neox_20b.yml",
+        "neox",
+        44 * (12 * 6144**2 + 13 * 6144) + 2 * 50432 * 6144 + 2 * 6144,
+        1536,
+        150_000,
+        (1500, 150_000),
+        {"sharding_strategy": "zero1", "tp_size": 2, "pp_size": 4, "pp_micro_batch_size": 4},
+        "init_method output_layer_init_method fp16.initial_scale_power",
+    ),
+    # 50,257 to a multiple of 128 x 8 are 51,200; the warmup is 0.001 of the decay of 430,000 steps
+    Run(
+        "megatron_gpt3_175b.sh",
+        "megatron",
+        96 * (12 * 12288**2 + 13 * 12288) + (51200 + 2048) * 12288 + 2 * 12288,
+        1536,
+        500_000,
+        (430, 430_000),
+        {"sharding_strategy": "ddp", "tp_size": 8, "pp_size": 16},
+        "data_path",
+    ),
+    # 1,953,125,000 / 128 = 15,258,789.06; samples of 8,192 tokens; 8 of 32 layers are recomputed
+    Run(
+        "megatron_llama3_8b.sh",
+        "megatron",
+        8_030_261_248,
+        128,
+        15_258_790,
+        (3_906_252 * 8192, 1_949_218_748 * 8192),
+        {"sharding_strategy": "zero1", "cp_size": 2, "selective_checkpointing": "8/32"},
+        "decoupled_lr",
+    ),
+    # 2 x 32,000 rows: the vocabulary is that of the data
+    Run(
+        "nxd_llama_70b.yaml",
+        "nxd",
+        80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 64000 * 8192 + 8192,
+        512,
+        10_000,
+        (2000, 10_000),
+        {"sharding_strategy": "zero1", "tp_size": 32, "pp_size": 8, "recompute": "blocks"},
+    ),
+    Run(
+        "nxd_llama3_8b.yaml llama3_8b_config.json",
+        "nxd",
+        32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)
+        + 2 * 128256 * 4096
+        + 4096,
+        1024,
+        10_000,
+        (100, 10_000),
+        {"sharding_strategy": "zero1", "tp_size": 32, "decay_norms": True},
+    ),
+    # GPT-2 with 50,000 tokens; the steps are those of one epoch: without data, 1,000 are counted
+    Run(
+        "hf_course.json hf_course_config.json",
+        "hf",
+        12 * (12 * 768**2 + 13 * 768) + (50000 + 1024) * 768 + 2 * 768,
+        256,
+        1000,
+        (1000, 1000),
+        {"sharding_strategy": "ddp"},
+    ),
+    # GPT-2 with 50,257 tokens; 0.03 x 2,000
+    Run(
+        "hf_run_clm.sh",
+        "hf",
+        12 * (12 * 768**2 + 13 * 768) + (50257 + 1024) * 768 + 2 * 768,
+        8,
+        2000,
+        (60, 2000),
+        {"sharding_strategy": "fsdp"},
+    ),
+    # one sequence x 8 replicas x 8 shards
+    Run(
+        "torchtitan_llama3_8b.toml",
+        "torchtitan",
+        8_030_261_248,
+        64,
+        1000,
+        (200, 1000),
+        {"sharding_strategy": "hsdp", "hsdp_shard_size": 8, "recompute": "ops"},
+    ),
+    # the feed-forward width is 2/3 x 4 x 256 to a multiple of 256
+    Run(
+        "torchtitan_debug.toml",
+        "torchtitan",
+        6 * (4 * 256**2 + 3 * 256 * 768 + 2 * 256) + 2 * 2048 * 256 + 256,
+        8,
+        10,
+        (2, 10),
+        {"sharding_strategy": "fsdp", "selective_checkpointing": "every:2"},
+    ),
+    # a tied head; 9.7B / (512 x 256) = 74,005.1: here the last step is whole
+    Run(
+        "litgpt_tinystories.yaml",
+        "litgpt",
+        6 * (4 * 288**2 + 3 * 288 * 768 + 2 * 288) + 32000 * 288 + 288,
+        512,
+        74_006,
+        (1000, 74_006),
+        {"sharding_strategy": "hsdp"},
+    ),
+    # 4 heads of 64 for keys; 3T / (512 x 2,048) = 2,861,022.9
+    Run(
+        "litgpt_tinyllama.yaml",
+        "litgpt",
+        22 * (2 * 2048**2 + 2 * 2048 * 256 + 3 * 2048 * 5632 + 2 * 2048) + 64000 * 2048 + 2048,
+        512,
+        2_861_023,
+        (2000, 2_861_023),
+        {"sharding_strategy": "hsdp"},
+    ),
+    # its blocks of 12 h^2 + 2 h, and here 25 biases of LayerNorm; 12 sequences x 5 x 8
+    Run(
+        "nanogpt_gpt2.py",
+        "nanogpt",
+        12 * (12 * 768**2 + 2 * 768) + (50304 + 1024) * 768 + 768 + 25 * 768,
+        480,
+        600_000,
+        (2000, 600_000),
+        {"sharding_strategy": "ddp"},
+    ),
+    # as above with 13 biases; 65 characters
+    Run(
+        "nanogpt_shakespeare_char.py",
+        "nanogpt",
+        6 * (12 * 384**2 + 2 * 384) + (65 + 256) * 384 + 384 + 13 * 384,
+        64,
+        5000,
+        (100, 5000),
+        {"sharding_strategy": "ddp"},
+    ),
+    # a width of 64 x 12; here norms have weights, also of queries and keys of 128;
+    # 524,288 / 2,048 sequences; the decay begins at 0.6 of the run
+    Run(
+        "nanochat_d12.sh",
+        "nanochat",
+        12 * (12 * 768**2 + 2 * 768 + 2 * 128) + 2 * 65536 * 768 + 768,
+        256,
+        2205,
+        (0, 2205),
+        {"sharding_strategy": None},
+        "matrix_lr",
+    ),
+]
+
+
+def convert(files: str) -> tuple[str, Translation, list[Key]]:
+    """Returns the program, the translation and the keys of configurations in this folder."""
+    read = {name: read_keys(name) for name in files.split()}
+    keys = [key for _, own in read.values() for key in own]
+    name = translate.recognize({kind for kind, _ in read.values()}, keys)
+    configs = [file for file, (kind, _) in read.items() if kind == "config.json"]
+    return name, translate.translate(Program(name), keys, configs[0] if configs else ""), keys
+
+
+def convert_text(tmp_path: Path, name: str, text: str) -> Translation:
+    (tmp_path / name).write_text(text)
+    return convert(str(tmp_path / name))[1]
+
+
+def written_config(files: str, folder: Path, *flags: str) -> TrainConfig:
+    """Runs the command, and parses its file as a launch does."""
+    output = folder / "run.toml"
+    argv = ["translate", *files.split(), f"--output={output}", "--allow_missing", *flags]
+    try:
+        main(argv)
+    except SystemExit as ended:  # the layout has no counterpart
+        assert ended.code == 1
+    return parse_flags(TrainConfig, [f"--config={output}"])
+
+
+@pytest.mark.parametrize("expected", RUNS, ids=lambda expected: expected.files.split(".")[0])
+def test_run_has_figures_derived_by_hand(
+    expected: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(CONFIGS)
+    program, found, keys = convert(expected.files)
+    assert program == expected.program
+    config = written_config(expected.files, tmp_path)
+    model = resolve_model(config.model, seq_length=config.data.seq_length)
+    assert num_params(model) == expected.parameters
+    printed = capsys.readouterr().out
+    assert f"parameters: {expected.parameters:,}" in printed
+    length, training = config.data.seq_length, config.training
+    tokens = f"{expected.batch * length:,} = {expected.batch:,} sequences"
+    assert f"tokens per step: {tokens}" in printed
+    batch = BatchPlan(expected.batch, 1, 1, training.rampup, True)
+    steps = last_step(training, batch, length)
+    assert steps == expected.steps
+    assert f"steps: {steps:,}" in printed or training.num_epochs
+    points = find_milestones(
+        config.optim, RunLength(steps, length, lambda step: batch.samples_in(step) * length)
+    )
+    assert (points.warmup, points.decay_end) == expected.milestones
+    values = flag_values(config)
+    assert {name: values[name] for name in expected.layout} == expected.layout
+    stopping = {s for s in translate._LISTS if s not in ("no effect", "default")}
+    missing = [key.name for key in keys if found.status[key] in stopping]
+    assert sorted(missing) == sorted(expected.missing.split())
+
+
+@pytest.mark.parametrize("expected", RUNS, ids=lambda expected: expected.files.split(".")[0])
+def test_every_key_is_in_one_list(expected: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS)
+    _, found, keys = convert(expected.files)
+    toml = "\n".join(translate.toml_lines(found))
+    lines = list(translate.report(found))
+    listed = [name for line in lines for name in line.partition(": ")[2].split(", ")]
+    for key in keys:
+        in_lists = listed.count(key.name) + sum(f": {key.name}" in line for line in lines[:8])
+        status = found.status[key]
+        assert status in {"written", *translate._LISTS}, key
+        if status == "written":
+            is_device = any(key in found.flags.get("_num_devices", ("", ()))[1] for _ in "1")
+            assert key.name in toml or key.name.startswith("config.") or is_device, key
+            assert key.name not in listed, key
+        else:
+            assert in_lists >= 1, key
+    assert len(found.status) == len(keys)
+
+
+SEED_RUNS = RUNS[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expected", SEED_RUNS, ids=lambda expected: expected.files.split(".")[0])
+def test_run_trains_three_steps(
+    expected: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS)
+    config = written_config(expected.files, tmp_path)
+    small = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
+    small |= {"num_kv_heads": 4, "vocab_size": 256, "seq_length": 32, "max_seq_len": 32}
+    small |= {"batch_size": 2, "grad_accum_steps": 1, "global_batch_size": 2, "tp_size": 1}
+    small |= {
+        "pp_size": 1,
+        "use_dummy_dataset": True,
+        "eval_interval": 0,
+        "output_dir": tmp_path / "r",
+    }
+    small |= {
+        "ckpt_save_path": "",
+        "ckpt_load_path": "",
+        "tensorboard_dir": "",
+        "report_interval": 1,
+    }
+    small |= {"use_torch_compile": False}
+    lengths = {"num_steps": 3, "warmup": 1, "lr_decay": 3}
+    if config.training.num_samples:
+        lengths = {"num_samples": 6, "warmup": "2samples", "lr_decay": "6samples"}
+        small |= {"rampup_batch_size": ""}
+    if config.model.hf_config:
+        monkeypatch.chdir(ROOT)
+        small |= {"hf_config": CONFIGS / config.model.hf_config}
+    flags = [f"--{name}={value}" for name, value in (small | lengths).items()]
+    done = run(f"--config={tmp_path / 'run.toml'}", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = metrics(tmp_path / "r")
+    assert sorted(losses) == [1, 2, 3] and all(each["loss"] < 6.5 for each in losses.values())
+    config = parse_flags(TrainConfig, [f"--config={tmp_path / 'r' / 'config.json'}"])
+    original = parse_flags(TrainConfig, [f"--config={tmp_path / 'run.toml'}"])
+    for name in ("optimizer", "weight_decay", "adam_beta2", "lr_schedule", "min_lr"):
+        assert getattr(config.optim, name) == getattr(original.optim, name)
+
+
+NEOX = "train-iters: 1000\npipe-parallel-size: 1\nhidden-size: 4096\n"
+MEGATRON = (
+    "--train-iters 1000 --tensor-model-parallel-size 1 --hidden-size 4096 --micro-batch-size 2 "
+)
+NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
+LITGPT = "train: {micro_batch_size: 4}\ndevices: 1\nlogger_name: csv\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags"),
+    [
+        ("a.yml", NEOX + "zero_optimization: {stage: 2}", {"sharding_strategy": "zero2"}),
+        ("a.yml", NEOX + "zero_optimization: {stage: 3}", {"sharding_strategy": "fsdp"}),
+        ("a.yml", NEOX, {"warmup": "10", "adam_beta2": 0.999, "lr_schedule": "linear"}),
+        ("a.yml", NEOX + "lr-decay-iters: 500", {"warmup": "5", "lr_decay": "500"}),
+        ("a.yml", NEOX, {"ffn_hidden_size": 16384, "tie_embeddings": True, "precision": "fp32"}),
+        ("a.yml", NEOX + "fp16: {enabled: true, type: bfloat16}", {"precision": "bf16"}),
+        (
+            "a.yml",
+            NEOX + "fp16: {enabled: true, hysteresis: 3}",
+            {"precision": "fp16", "loss_scale_hysteresis": 3},
+        ),
+        ("a.yml", NEOX + "fp16: {enabled: false, hysteresis: 3}", {"loss_scale_hysteresis": None}),
+        (
+            "a.yml",
+            NEOX + "mlp_type: llama\nactivation: silu\nuse_bias_in_attn_linear: false",
+            {"activation": "swiglu", "ffn_hidden_size": 11008, "bias": False},
+        ),
+        (
+            "a.yml",
+            NEOX + "make-vocab-size-divisible-by: 64\nmodel-parallel-size: 4",
+            {"vocab_multiple_of": 256, "tp_size": 4},
+        ),
+        (
+            "a.yml",
+            NEOX + "pos-emb: rpe\nrotary-pct: 0.5",
+            {"pos_emb": "relative", "rope_pct": None},
+        ),
+        (
+            "a.yml",
+            NEOX + "checkpoint-activations: true\ncheckpoint-num-layers: 2",
+            {"recompute": "blocks", "recompute_segment": 2},
+        ),
+        ("a.sh", MEGATRON, {"dropout": 0.1, "weight_decay": 0.01, "warmup": "0", "min_lr": 0.0}),
+        ("a.sh", MEGATRON + "--swiglu", {"ffn_hidden_size": 10880}),  # 10,922 to 64 below
+        ("a.sh", MEGATRON + "--no-bias-gelu-fusion", {"activation": "gelu"}),
+        (
+            "a.sh",
+            MEGATRON + "--recompute-granularity selective",
+            {"recompute": "ops", "recompute_ops": ["products"]},
+        ),
+        ("a.sh", "x.py " + MEGATRON + "--data-path a/b_text_document", {"datasets": ["b"]}),
+        ("a.yaml", NXD + "precision: {type: bf16SR}", {"precision": "bf16_pure"}),
+        (
+            "a.yaml",
+            NXD + "distributed_strategy: {zero1: true}\nmodel: {optim: {lr: 1e-3}}",
+            {"sharding_strategy": "zero1", "weight_decay": 0.0, "learning_rate": "1e-3"},
+        ),
+        ("a.yaml", LITGPT, {"num_tokens": 3_000_000_000_000, "_num_devices": 1}),
+        ("a.sh", "x.py --per_device_train_batch_size 4 --max_steps -1", {"num_epochs": "3.0"}),
+        (
+            "a.json",
+            '{"per_device_train_batch_size": 4, "max_steps": 9, "num_train_epochs": 2}',
+            {"num_steps": 9, "num_epochs": None},
+        ),
+        ("a.json", '{"max_steps": 90, "warmup_ratio": 0.1}', {"warmup": "9"}),
+        (
+            "a.sh",
+            "x.py --selective_checkpointing=3 --model_variant=7b",
+            {"selective_checkpointing": None},
+        ),
+    ],
+)
+def test_value_becomes_flags(tmp_path: Path, name: str, text: str, flags: dict[str, Any]) -> None:
+    found = convert_text(tmp_path, name, text)
+    assert {flag: found.get(flag) for flag in flags} == flags
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "status"),
+    [
+        ("a.yml", NEOX + "init_method: small_init", {"init_method": "changes"}),
+        ("a.yml", NEOX + "sparsity: all", {"sparsity": "changes"}),
+        ("a.yml", NEOX + "sparsity: none", {"sparsity": "default"}),
+        ("a.yml", NEOX + "activation: silu", {"activation": "changes"}),
+        ("a.yml", NEOX + "launcher: slurm", {"launcher": "no effect"}),
+        ("a.yml", NEOX + "no-such-key: 1", {"no_such_key": "unknown"}),
+        ("a.yml", NEOX + "optimizer: {type: OneBitAdam}", {"optimizer.type": "changes"}),
+        ("a.yml", NEOX + "save: a\nload: b", {"load": "changes"}),
+        (
+            "a.yml",
+            NEOX + "gradient_clipping: 1.0\noptimizer: {params: {max_grad_norm: 2.0}}",
+            {"gradient_clipping": "default", "optimizer.params.max_grad_norm": "undecided"},
+        ),
+        ("a.yml", NEOX + "seed: !include x", {"seed": "undecided"}),
+        ("a.yaml", NXD + "seed: ${multiply:1,2}", {"seed": "undecided"}),
+        ("a.sh", MEGATRON + "--seed $((1+2))", {"seed": "undecided"}),
+        ("a.sh", MEGATRON + "--seed `id -u`", {"seed": "undecided"}),
+        ("a.sh", MEGATRON + "--log-interval-x $X", {"log_interval_x": "no effect"}),
+        ("a.sh", MEGATRON + "--deepspeed_config ds.json", {"deepspeed_config": "undecided"}),
+        ("a.py", "max_iters = 10\nblock_size = 2 ** 3", {"block_size": "undecided"}),
+        ("a.py", "max_iters = 10\nn_head = print(1)", {"n_head": "undecided"}),
+        ("a.py", "max_iters = 10\nfor i in range(3):\n    n_head = i", {"line_2": "undecided"}),
+    ],
+)
+def test_key_without_counterpart_is_listed(
+    tmp_path: Path, name: str, text: str, status: dict[str, str]
+) -> None:
+    found = convert_text(tmp_path, name, text)
+    statuses = {key.name: each for key, each in found.status.items()}
+    assert {key: statuses[key] for key in status} == status
+
+
+def test_script_is_read_but_not_executed(tmp_path: Path) -> None:
+    script = f"""#!/bin/bash
+    A=1; B=$A   # it's a comment
+    export C="--num-layers ${{B}}2 \\
+        --hidden-size 64"
+    touch {tmp_path}/executed
+    if [ $A = 1 ]; then D=5; fi
+    ARGS=(
+      --seed $D  # don't guess
+      --lr 1e-4
+    )
+    ARGS+=(--tensor-model-parallel-size 2)
+    cat > x.json <<EOT
+    {{"train_batch_size": 4}}
+EOT
+    echo $C
+    srun bash -c 'torchrun --nproc_per_node 4 -m pretrain_gpt --fp16 $C ${{ARGS[@]}}' | tee log
+    """
+    (tmp_path / "a.slurm").write_text(script)
+    kind, keys = read_keys(str(tmp_path / "a.slurm"))
+    values = {key.name: key.value for key in keys}
+    assert kind == "arguments" and not (tmp_path / "executed").exists()
+    assert values == {
+        "launcher.nproc_per_node": "4",
+        "fp16": True,
+        "num_layers": "12",
+        "hidden_size": "64",
+        "seed": None,
+        "lr": "1e-4",
+        "tensor_model_parallel_size": "2",
+    }
+    (undecided,) = [key for key in keys if key.undecided]
+    assert undecided.place.endswith(":8") and "$D" in undecided.undecided
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.yml", None, "does not exist"),
+        ("a.yml", b"", "has no keys"),
+        ("a.toml", b"\n", "has no keys"),
+        ("a.yml", b"\x00\xff\x80", "is not text"),
+        ("a.txt", b"--a\x00b", "at most 1 MiB"),
+        ("a.yml", b"a: [1", "is not valid yaml"),
+        ("a.yml", b"a: 1\na: 2", "a is set twice"),
+        ("a.yml", b"- 1", "must hold keys"),
+        ("a.yml", b"a: 1\n---\nb: 2", "is not valid yaml"),
+        ("a.yml", b"a: &a [*a]\nb: {c: &c {d: *c}}", "is not valid yaml"),
+        ("a.toml", b"a = ", "is not valid toml"),
+        ("a.json", b"{", "is not valid json"),
+        ("a.json", b"[1]", "must hold an object"),
+        ("a.json", b'{"a": 1, "a": 2}', "a is set twice"),
+        ("a.json", b'{"a":' * 3000, "is not valid json"),
+        ("a.py", b"a = (", "is not valid python"),
+        ("a.sh", b"x.py --a 'b", "is not closed"),
+        ("a.yml", b"colour: red", "are of no known program; set --from"),
+        ("a.yml", NEOX.encode() + b"lr-decay-iters: [1]", "lr_decay_iters"),
+        ("a.yml", NEOX.encode() + b"hidden-dropout: two", "hidden_dropout = two cannot be used"),
+        ("a.yml", NEOX.encode() + b"warmup: many", "must be a number"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: bytes | None,
+    message: str,
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["translate", str(tmp_path / name), f"--output={tmp_path / 'o'}"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and message in captured.err
+    assert "translate: error: " in captured.err and not (tmp_path / "o").exists()
+
+
+def test_unknown_key_fails_unless_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text(NEOX + "num-layers: 2\nnum-attention-heads: 32\nseq-length: 64\nodd: 1\n")
+    with pytest.raises(SystemExit, match="1"):
+        main(["translate", str(path)])
+    printed = capsys.readouterr().out
+    assert f"#   {path}:7: odd = 1" in printed
+    (tmp_path / "run.toml").write_text(printed)  # what is printed is a config file
+    assert parse_flags(TrainConfig, [f"--config={tmp_path / 'run.toml'}"]).model.num_layers == 2
+    assert main(["translate", str(path), "--allow_missing", "--from=neox"]) == 0
+    assert main(["translate", str(path), "--from=noex"]) == 2
+    assert main(["translate", str(path), f"--output={path}"]) == 2
+    assert "must not exist" in capsys.readouterr().err
+
+
+def test_key_in_two_files_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.yml", "b.yml"):
+        (tmp_path / name).write_text(NEOX)
+    assert main(["translate", str(tmp_path / "a.yml"), str(tmp_path / "b.yml")]) == 2
+    assert "train_iters is also set at" in capsys.readouterr().err
+
+
+def test_missing_pyyaml_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yml").write_text(NEOX)
+    real = builtins.__import__
+
+    def without_yaml(name: str, *rest: Any) -> Any:
+        if name == "yaml":
+            raise ImportError
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_yaml)
+    assert main(["translate", str(tmp_path / "a.yml")]) == 2
+    assert capsys.readouterr().err.endswith("run: pip install pyyaml\n")
+
+
+def test_run_that_cannot_start_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipeline with a tied head is not supported here."""
+    monkeypatch.chdir(CONFIGS)
+    with pytest.raises(SystemExit, match="1"):
+        main(["translate", "megatron_gpt3_175b.sh", "--allow_missing"])
+    assert "does not run as it is: --tie_embeddings" in capsys.readouterr().out
+
+
+def test_data_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CONFIGS)
+    commands = convert("megatron_llama3_8b.sh")[1].commands
+    files = "web=/data/web_text_document.idx,code=/data/code_text_document.idx"
+    assert f"python -m fms_fsdp convert --input={files} --output=data" in commands[0]
+    assert "prepare --input=c4=FOLDER_OF_c4" in convert("torchtitan_debug.toml")[1].commands[0]
+
+
+def test_tables_name_flags_and_conversions() -> None:
+    flags = flag_table(TrainConfig)
+    known = (ROOT / "fms_fsdp" / "tools" / "translate.py").read_text()
+
+    def check(name: str) -> None:
+        is_condition = name.startswith("_if_") and name[4:] in flags
+        is_marker = name in ("_config", "_vocab_file", "_tracker")
+        assert name in flags or is_condition or is_marker or f'"{name}"' in known, name
+
+    for table in other_programs()["programs"].values():
+        for name in [*table.get("absent", {}), *table.get("same", "").split()]:
+            check(name)
+        for name, keys in table.get("flags", {}).items():
+            check(name)
+            for key in [keys] if isinstance(keys, str) else keys:
+                assert key.partition(" ")[2] in CONVERSIONS, key
+        for values in table.get("values", {}).values():
+            for chosen in values.values():
+                for name in chosen:
+                    check(name)
+
+
+def test_programs_are_documented() -> None:
+    page = (ROOT / "docs" / "migrate" / "other-frameworks.md").read_text()
+    assert {run.program for run in RUNS} == set(PROGRAMS)
+    for name in PROGRAMS:
+        assert f"`{name}`" in page, name
+    assert json.loads((CONFIGS / "hf_course_config.json").read_text())["model_type"] == "gpt2"
