@@ -389,5 +389,5 @@ def test_advice_names_packages_of_the_index() -> None:
     files = [*ROOT.glob("fms_fsdp/**/*.py"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("scripts/*.*")]
     text = "".join(file.read_text() for file in [*files, ROOT / "README.md"])
     named = set(re.findall(r"pip install '?(?!-)([\w\[\]-]+)", text))
-    known = "wandb tokenizers transformers matplotlib zstandard lm-eval lm-eval[hf]"
+    known = "pyyaml wandb tokenizers transformers matplotlib zstandard lm-eval lm-eval[hf]"
     assert named <= set(known.split()), named

@@ -45,13 +45,6 @@ from fms_fsdp.tools.flags_page import markdown
 from tests.warm import ROOT, launch
 
 
-def other_names() -> dict[str, str]:
-    """Returns {flag of another program: the answer}."""
-    content = train_config.other_names()
-    here = {name: f"write {flag}" for flag, names in content["here"].items() for name in names}
-    return here | content["gone"]
-
-
 def parse(*argv: str) -> TrainConfig:
     return parse_flags(TrainConfig, argv)
 
@@ -183,7 +176,7 @@ def test_configuration_page_is_up_to_date() -> None:
 
 def test_flags_of_other_programs_are_translated() -> None:
     flags = flag_table(TrainConfig)
-    for name, answer in other_names().items():
+    for name, answer in train_config.answers_for_others().items():
         assert name not in flags, name
         with pytest.raises(ValueError) as caught:
             parse(f"--{name}=1")
@@ -194,7 +187,7 @@ def test_flags_of_other_programs_are_translated() -> None:
 
 
 def test_page_of_other_programs_agrees() -> None:
-    flags, answers = flag_table(TrainConfig), other_names()
+    flags, answers = flag_table(TrainConfig), train_config.answers_for_others()
     page = (ROOT / "docs" / "migrate" / "other-frameworks.md").read_text()
     rows = re.findall(r"^\| (.*?) \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) > 50
@@ -209,13 +202,13 @@ def test_removed_flags_of_a_config_pass_at_their_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier version wrote these flags into config.json."""
-    names = train_config.other_names()
+    names = train_config.other_programs()
     answers = train_config.by_name(names["removed"]["train"])
     assert names["removed_defaults"].keys() <= answers.keys()
     some = {"an_old_flag": 0.5} | names["removed_defaults"]
     reasons = {"it did nothing; remove it": ["an_old_flag"]} | names["removed"]["train"]
     changed = names | {"removed_defaults": some, "removed": {"train": reasons}}
-    monkeypatch.setattr(train_config, "other_names", lambda: changed)
+    monkeypatch.setattr(train_config, "other_programs", lambda: changed)
     path = tmp_path / "config.json"
     for name, default in some.items():
         content = {"training": {"seed": 7, name: default}, "resolved": {}}

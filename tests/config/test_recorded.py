@@ -6,7 +6,7 @@ import json
 import lzma
 from collections.abc import Collection, Sequence
 
-from fms_fsdp.config.train_config import other_names
+from fms_fsdp.config.train_config import other_programs
 from tests.config.command_lines import RECORD, answer, command_lines
 
 # Reason -> command lines that may be accepted or rejected other than recorded. Values and default
@@ -61,7 +61,7 @@ def names_removed(line: Sequence[str], removed: Collection[str]) -> bool:
 
 def test_command_lines_keep_their_meaning() -> None:
     content = json.loads(lzma.decompress(RECORD.read_bytes()))
-    removed = other_names()["removed_defaults"].keys()
+    removed = other_programs()["removed_defaults"].keys()
     defaults = {name: v for name, v in content["defaults"].items() if name not in removed}
     differing, used = [], set[str]()
     lines = command_lines(content["own_texts"])

@@ -636,7 +636,7 @@ def test_data_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = convert("megatron_llama3_8b.sh")[1].commands
     files = "web=/data/web_text_document.idx,code=/data/code_text_document.idx"
     assert f"python -m fms_fsdp convert --input={files} --output=data" in commands[0]
-    assert "prepare --input=c4=FOLDER_OF_c4" in convert("torchtitan_debug.toml")[1].commands[0]
+    assert "prepare --input=c4_test=FOLDER_OF_c4_test" in convert("torchtitan_debug.toml")[1].commands[0]
 
 
 def test_tables_name_flags_and_conversions() -> None:
@@ -662,7 +662,7 @@ def test_tables_name_flags_and_conversions() -> None:
 
 
 def test_programs_are_documented() -> None:
-    page = (ROOT / "docs" / "migrate" / "other-frameworks.md").read_text()
+    page = (ROOT / "docs" / "migrate" / "translate.md").read_text()
     assert {run.program for run in RUNS} == set(PROGRAMS)
     for name in PROGRAMS:
         assert f"`{name}`" in page, name
