@@ -1,6 +1,6 @@
 """All commands: `fms-fsdp COMMAND --flag=value …`, or `python -m fms_fsdp COMMAND …`; each has a `--help`.
 
-Exit statuses: 0 done, 1 a bug (a traceback), 2 bad input (one line on stderr), 130 stopped by Ctrl-C;
+Exit statuses: 0 done, 1 a bug (a traceback) or keys that `translate` leaves out, 2 bad input (one line on stderr), 130 stopped by Ctrl-C;
 `train` has the exit statuses of main_training.py.
 """
 

@@ -264,7 +264,7 @@ def _coerce_one(row: Flag, value: Any) -> Any:
         raise UserError(f"--{row.name} must be one value of type {kinds}")
     text = str(value) if not isinstance(value, bool) else str(value).lower()
     text = text if row.form.startswith("text") else text.strip()
-    quoted = f"--{row.name}={shown(text)}"
+    quoted = f"--{row.name.rstrip('_')}={shown(text)}"
     if row.kind is bool:
         if text.lower() not in _BOOLS:
             raise UserError(f"{quoted} must be true or false")

@@ -147,7 +147,8 @@ def answers_for_others() -> dict[str, str]:
     theirs = {name: f"--{flag}" for name, (flag, *more) in flags.items() if not more}
     theirs = {name: flag for name, flag in theirs.items() if not flag.startswith("--_")}
     theirs |= by_name(content["here"])
-    answers = {name: f"write {flag}" for name, flag in theirs.items()} | content["gone"]
+    answers = {name: f"write {flag}" for name, flag in theirs.items()}
+    answers |= by_name(content["gone"])
     return {name: answer for name, answer in answers.items() if name not in flag_table(TrainConfig)}
 
 

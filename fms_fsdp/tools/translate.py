@@ -36,6 +36,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.files import write_atomically
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.optim.schedules import RunLength, find_milestones
 from fms_fsdp.parallel.layout import check_layout
 from fms_fsdp.predict.memory import GIB, Step, estimate_memory, optimizer_bytes
 from fms_fsdp.predict.meter import Shape
@@ -176,6 +177,7 @@ def _count(value: Any) -> int | None:
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were absent
     "": lambda value: value,
     "text": str,
+    "number": _number,
     "not": lambda value: _text(value) not in ("true", "1"),
     "count": _count,
     "positive": lambda value: value if _number(value) > 0 else None,
@@ -231,7 +233,7 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
     if name.startswith("config.") and "hf_config" in found.flags:
         flags["hf_config"] = found.get("hf_config")
     try:
-        for rule in program.flags.get(name, ()) if key.value not in (None, "") else ():
+        for rule in program.flags.get(name, ()) if key.value not in (None, "", "auto") else ():
             target, _, conversion = rule.partition(" ")
             if (value := CONVERSIONS[conversion](key.value)) is not None:
                 flags[target] = value
@@ -431,7 +433,7 @@ def toml_lines(found: Translation) -> Iterator[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value) if isinstance(value, str | bool) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
 
 
 def _parse(found: Translation) -> TrainConfig:
@@ -466,15 +468,24 @@ def check_run(config: TrainConfig, num_devices: int | None) -> Iterator[str]:
     rows = rows or (training.micro_batch_size or 2) * (training.grad_accum_steps or 1) * dp_size
     batch = BatchPlan(rows, 1, 1, training.rampup, True)
     yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
-    epochs = f"those of {training.num_epochs} epochs of the data"
-    steps = f"{last_step(training, batch, length):,}"
-    yield f"steps: {epochs if training.num_epochs else steps}"
-    batch = plan_batch(training, dp_size)
-    check_layout(config, model, dims, batch, cuda)
+    if training.num_epochs:
+        yield f"steps: those of {training.num_epochs} epochs of the data"
+    else:
+        steps = last_step(training, batch, length)
+        run = RunLength(steps, length, lambda step: batch.samples_in(step) * length)
+        points = find_milestones(config.optim, run)
+        unit = "tokens" if points.in_tokens else "steps"
+        yield f"steps: {steps:,}"
+        yield (
+            f"schedule: {config.optim.lr_schedule}, {points.warmup:,} {unit} of warmup, decay from "
+            f"{points.decay_start:,} to {points.decay_end:,}"
+        )
+    plan = plan_batch(training, dp_size)
+    check_layout(config, model, dims, plan, cuda)
     precision = config.precision.resolve(config.precision.named or "bf16")
     compiled = section.use_torch_compile is not False
     shape = Shape(model, section, precision, dims, length, compiled)
-    step = Step(shape, batch.batch_size, batch.grad_accum_steps)
+    step = Step(shape, plan.batch_size, plan.grad_accum_steps)
     memory = estimate_memory(step, optimizer_bytes(config.optim, model, precision))
     yield f"memory: {memory.total / GIB:.1f} GiB per rank on {counted(world.size, 'device')}"
 

@@ -636,7 +636,10 @@ def test_data_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = convert("megatron_llama3_8b.sh")[1].commands
     files = "web=/data/web_text_document.idx,code=/data/code_text_document.idx"
     assert f"python -m fms_fsdp convert --input={files} --output=data" in commands[0]
-    assert "prepare --input=c4_test=FOLDER_OF_c4_test" in convert("torchtitan_debug.toml")[1].commands[0]
+    assert (
+        "prepare --input=c4_test=FOLDER_OF_c4_test"
+        in convert("torchtitan_debug.toml")[1].commands[0]
+    )
 
 
 def test_tables_name_flags_and_conversions() -> None:
