@@ -129,7 +129,7 @@ class Program:
         self.lists: dict[str, list[str]] = {"changes": [], "no effect": []}
         for table in chain:
             for key in table.get("same", "").split():
-                self.flags.setdefault(key, []).append(key)
+                self.flags.setdefault(key, []).append(key.rpartition(".")[2])
             for target, keys in table.get("flags", {}).items():
                 for key in [keys] if isinstance(keys, str) else keys:
                     name, _, conversion = key.partition(" ")
