@@ -176,7 +176,7 @@ def _read_python(text: str) -> Iterator[Key]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Returns the value of a literal, or of a product of two numbers such as 5 * 8."""
+    """Evaluates a literal, or a product of two numbers such as 5 * 8."""
     match node:
         case ast.BinOp(
             left=ast.Constant(value=int() | float() as a),

@@ -102,7 +102,7 @@ class Translation:
         return self.flags[name][0] if name in self.flags else default
 
     def set(self, name: str, value: Any, *sources: str) -> None:
-        """Sets a flag, whose keys are those of the flags that it is made of."""
+        """Sets a flag; its keys are the keys of its sources."""
         keys = tuple(key for each in sources if each in self.flags for key in self.flags[each][1])
         self.flags[name] = value, tuple(dict.fromkeys(keys))
 
@@ -457,7 +457,7 @@ def check_run(config: TrainConfig, num_devices: int | None) -> Iterator[str]:
     with torch.device("meta"):
         model = resolve_model(config.model, seq_length=length)
     is_known = config.model.vocab_size or config.model.hf_config or not config.model.num_layers
-    known = "" if is_known else f", with {model.vocab_size:,} tokens; that of the data counts"
+    known = "" if is_known else f", with {model.vocab_size:,} tokens; the data decides"
     yield f"parameters: {num_params(model):,}{known}"
     section = config.parallel
     least = max(1, section.tp_size) * max(1, section.cp_size) * max(1, section.pp_size)
