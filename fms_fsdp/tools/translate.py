@@ -180,7 +180,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were abs
     "number": _number,
     "not": lambda value: _text(value) not in ("true", "1"),
     "count": _count,
-    "positive": lambda value: value if _number(value) > 0 else None,
+    "positive": lambda value: _number(value) if _number(value) > 0 else None,
     "duration": lambda value: str(value) if _number(value) > 0 else None,
     "zero_if_negative": lambda value: max(0, _number(value)),
     "first": lambda value: value[0] if isinstance(value, list) else None,
@@ -259,82 +259,101 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
 
 def _combine(found: Translation) -> None:
     """Makes flags of the flags that begin with `_`, and of flags that depend on one another."""
+    steps = next((n for n in ("num_steps", "num_samples", "num_tokens") if found.get(n)), "")
+    if steps:
+        found.flags.pop("num_epochs", None)
+    _combine_model(found)
+    _combine_batch(found)
+    _combine_schedule(found, steps)
+    _combine_data(found)
+    _combine_layout(found)
+    if found.get("_load") and found.get("_load") == found.get("ckpt_save_path"):
+        found.set("resume", "auto", "_load")  # a run resumes from the folder of its checkpoints
+    elif found.get("_load"):
+        found.status |= dict.fromkeys(found.flags["_load"][1], "changes")
+    for name in [name for name in found.flags if name.startswith("_if_")]:
+        if found.get(name[4:]) != found.get(name):
+            found.status |= dict.fromkeys(found.flags[name][1], "changes")
+    for name in [name for name in found.flags if name.startswith("_") and name != "_num_devices"]:
+        del found.flags[name]
+
+
+def _combine_model(found: Translation) -> None:
     get, put = found.get, found.set
     if get("_half"):
-        put(
-            "precision",
-            get("precision") if found.flags["precision"][1] else get("_half"),
-            "precision",
-            "_half",
-        )
+        named = found.flags["precision"][1]  # keys that name it
+        put("precision", get("precision" if named else "_half"), "precision", "_half")
     if get("_gelu") and get("activation") == "gelu_tanh":
         put("activation", get("_gelu"), "_gelu")
     if get("_norm_eps") and not get("norm_eps"):
         put("norm_eps", get("_norm_eps"), "_norm_eps")
     if get("_tokenizer") and not found.flags.get("vocab_size", ("", ("",)))[1]:
-        del found.flags["vocab_size"]  # that of the data
-    if depth := _number(get("_depth", 0)):
-        shape = {
-            "num_layers": depth,
-            "hidden_size": 64 * depth,
-            "num_attention_heads": -(-depth // 2),
-        }
-        for name, value in shape.items():
-            put(name, value, "_depth")
+        del found.flags["vocab_size"]  # the data decides
+    if depth := get("_depth"):
+        put("num_layers", depth, "_depth")
+        put("hidden_size", 64 * depth, "_depth")
+        put("num_attention_heads", -(-depth // 2), "_depth")
     if get("max_seq_len") and not get("seq_length"):
         put("seq_length", get("max_seq_len"), "max_seq_len")
+    width, is_gated = get("hidden_size"), get("activation") == "swiglu"
+    if width and not get("ffn_hidden_size") and get("_ffn_factor"):
+        inner = int(_number(width) * (8 / 3 if is_gated else get("_ffn_factor")))
+        multiple = get("_glu_multiple", 1) if is_gated else 1  # below 0 it rounds up
+        put("ffn_hidden_size", inner // multiple * multiple, "hidden_size")
+    if multiple := get("_vocab_multiple"):
+        rows = multiple * _number(get("tp_size", 1))
+        put("vocab_multiple_of", rows, "_vocab_multiple", "tp_size")
+    if _SHAPE & found.flags.keys() and not get("hf_config") and not get("model_variant"):
+        put("model_variant", "194m")
+
+
+def _combine_batch(found: Translation) -> None:
+    get, put = found.get, found.set
+    if get("_batch_tokens"):
+        rows = get("_batch_tokens") // _number(get("seq_length"))
+        put("global_batch_size", rows, "_batch_tokens")
+    if accum := get("_total_accum"):  # of all ranks together
+        rows = _number(get("batch_size")) * accum
+        put("global_batch_size", rows, "batch_size", "_total_accum")
+    if _number(get("pp_size", 1)) <= 1:
+        return
+    # here a pipeline divides the micro-batch, which is all that a rank computes in a step
+    put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
+    micro = found.flags.pop("batch_size", None)
+    if get("global_batch_size"):
+        put("grad_accum_steps", 1, "pp_micro_batch_size")
+    elif micro is not None:
+        rows = _number(micro[0]) * _number(get("grad_accum_steps", 1))
+        put("batch_size", rows, "pp_micro_batch_size", "grad_accum_steps")
+        put("grad_accum_steps", 1, "grad_accum_steps")
+
+
+def _combine_schedule(found: Translation, steps: str) -> None:
+    """`steps`: the flag of the run's length."""
+    get, put = found.get, found.set
+    unit = "samples" if steps == "num_samples" else ""
+    end = f"{_number(get(steps))}{unit}" if steps in ("num_steps", "num_samples") else ""
+    if ratio := get("_warmup_fraction"):  # of the decay
+        length, unit = str(get("lr_decay") or end), ""
+        if length.endswith("samples"):
+            length, unit = length.removesuffix("samples"), "samples"
+        warmup = f"{round(ratio * _number(length))}{unit}" if length else str(ratio)
+        put("warmup", warmup, "_warmup_fraction")
+    if get("lr_decay") and str(get("lr_decay")) == end and get("lr_schedule") != "wsd":
+        put("lr_decay", None, "lr_decay")
+
+
+def _combine_layout(found: Translation) -> None:
+    get, put = found.get, found.set
     mode, option = get("_ac_mode"), get("_ac_option")
-    if mode == "full" or (mode == "selective" and option != "op"):
+    if mode == "selective" and option == "op":
+        put("recompute", "ops", "_ac_mode", "_ac_option")
+    elif mode in ("full", "selective"):
         put("recompute", "blocks", "_ac_mode")
         if mode == "selective":
             put("selective_checkpointing", f"every:{option}", "_ac_option")
-    elif mode == "selective":
-        put("recompute", "ops", "_ac_mode", "_ac_option")
-    steps = next((n for n in ("num_steps", "num_samples", "num_tokens") if get(n)), "")
-    if "num_epochs" in found.flags and steps:
-        del found.flags["num_epochs"]
-    if get("_batch_tokens") and get("seq_length"):
-        rows = _number(get("_batch_tokens")) // _number(get("seq_length"))
-        put("global_batch_size", rows, "_batch_tokens")
-    if accum := get("_total_accum"):  # of all ranks together
-        put(
-            "global_batch_size",
-            _number(get("batch_size")) * _number(accum),
-            "batch_size",
-            "_total_accum",
-        )
-    if _number(get("pp_size", 1)) > 1:  # here a pipeline divides the micro-batch
-        put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
-        micro = found.flags.pop("batch_size", None)
-        if get("global_batch_size"):
-            put("grad_accum_steps", 1, "pp_micro_batch_size")
-        elif micro is not None:
-            accum = _number(get("grad_accum_steps", 1))
-            sources = ("pp_micro_batch_size", "grad_accum_steps")
-            put("batch_size", _number(micro[0]) * accum, *sources)
-            put("grad_accum_steps", 1, "grad_accum_steps")
-    if ratio := get("_warmup_fraction"):
-        base = str(get("lr_decay") or get(steps) or "")
-        unit = (
-            "samples"
-            if "samples" in base or (steps == "num_samples" and not get("lr_decay"))
-            else ""
-        )
-        length = _number(base.removesuffix("samples")) if base and steps != "num_tokens" else None
-        warmup = f"{round(_number(ratio) * length)}{unit}" if length else str(ratio)
-        put("warmup", warmup, "_warmup_fraction")
-    if get("lr_decay") and _text(get("lr_decay")).removesuffix("samples") == _text(get(steps)):
-        put("lr_decay", None, "lr_decay")
-    width, glu = get("hidden_size"), get("activation") == "swiglu"
-    if width and not get("ffn_hidden_size") and get("_ffn_factor"):
-        multiple = get("_glu_multiple", 1) if glu else 1  # below 0 it rounds up
-        inner = int(_number(width) * (8 / 3 if glu else get("_ffn_factor")))
-        put("ffn_hidden_size", inner // multiple * multiple, "hidden_size")
-    if multiple := get("_vocab_multiple"):
-        rows = _number(multiple) * _number(get("tp_size", 1))
-        put("vocab_multiple_of", rows, "_vocab_multiple", "tp_size")
-    if replicas := _number(get("_replicate", 0)):
-        shard = _number(get("_shard", -1))
+    if replicas := get("_replicate"):
+        shard = get("_shard", -1)
         strategy = "ddp" if shard == 1 else "hsdp" if replicas > 1 else "fsdp"
         put("sharding_strategy", strategy, "_replicate", "_shard")
         if strategy == "hsdp" and shard > 1:
@@ -342,27 +361,15 @@ def _combine(found: Translation) -> None:
             put("_devices", replicas * shard * _other_axes(found), "_replicate", "_shard")
     if (layers := get("_recompute_layers")) and get("recompute") == "blocks":
         if get("_recompute_method") == "block":
-            count = _number(layers) * _number(get("pp_size", 1))
-            share = f"{min(count, _number(get('num_layers')))}/{get('num_layers')}"
+            total = _number(get("num_layers"))
+            share = f"{min(layers * _number(get('pp_size', 1)), total)}/{total}"
             put("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
         else:
             put("recompute_segment", layers, "_recompute_layers", "_recompute_method")
-    if get("_load") and get("_load") == get("ckpt_save_path"):
-        put("resume", "auto", "_load")  # a run resumes from where it saves
-    elif get("_load"):
-        found.status |= dict.fromkeys(found.flags["_load"][1], "changes")
-    _combine_data(found)
-    if _SHAPE & found.flags.keys() and not get("hf_config") and not get("model_variant"):
-        put("model_variant", "194m")
-    for name in [name for name in found.flags if name.startswith("_if_")]:
-        if get(name[4:]) != get(name):
-            found.status |= dict.fromkeys(found.flags[name][1], "changes")
-    devices = _number(get("_devices", 0)) * _number(get("_nodes", 1))
-    if devices:
-        found.commands.append(f"for {counted(devices, 'device')}")
+    if devices := get("_devices"):
+        devices *= get("_nodes", 1)
         put("_num_devices", devices, "_devices", "_nodes")
-    for name in [name for name in found.flags if name.startswith("_") and name != "_num_devices"]:
-        del found.flags[name]
+        found.commands.append(f"for {counted(devices, 'device')}")
 
 
 def _other_axes(found: Translation) -> int:

@@ -407,6 +407,19 @@ LITGPT = "train: {micro_batch_size: 4}\ndevices: 1\nlogger_name: csv\n"
         ("a.yml", NEOX + "zero_optimization: {stage: 3}", {"sharding_strategy": "fsdp"}),
         ("a.yml", NEOX, {"warmup": "10", "adam_beta2": 0.999, "lr_schedule": "linear"}),
         ("a.yml", NEOX + "lr-decay-iters: 500", {"warmup": "5", "lr_decay": "500"}),
+        ("a.yml", NEOX + "lr-decay-iters: 1000", {"warmup": "10", "lr_decay": None}),
+        (
+            "a.sh",
+            "x.py --micro-batch-size 2 --train-samples 5000 --lr-warmup-fraction 0.1 "
+            "--tensor-model-parallel-size 2",
+            {"warmup": "500samples", "num_samples": "5000"},
+        ),
+        (
+            "a.sh",
+            MEGATRON + "--pipeline-model-parallel-size 2 --global-batch-size 64",
+            {"pp_micro_batch_size": "2", "grad_accum_steps": 1, "batch_size": None},
+        ),
+        ("a.yml", NEOX + "train_batch_size: auto", {"global_batch_size": None}),
         ("a.yml", NEOX, {"ffn_hidden_size": 16384, "tie_embeddings": True, "precision": "fp32"}),
         ("a.yml", NEOX + "fp16: {enabled: true, type: bfloat16}", {"precision": "bf16"}),
         (
