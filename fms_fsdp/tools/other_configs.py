@@ -188,6 +188,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 _TOKEN = re.compile(r"\\.|(?<!\S)#[^\n]*|'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+_UNKNOWN = "$<...>"  # a part of a value that only the shell knows
 _OPENING, _CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 
 
@@ -216,7 +217,8 @@ def _commands(text: str) -> tuple[list[str], list[str]]:
     """Returns the commands of a shell script, and the values of its variables, both with the
     variables of simple assignments replaced.
 
-    A variable that is set within `if`, `for`, `while` or `case`, or by a command, keeps its name.
+    A variable that is set within `if`, `for`, `while` or `case` keeps its name. If it holds options,
+    it becomes an option of its name without a known value.
     """
     variables, commands, depth = dict[str, str](), list[str](), 0
 
@@ -226,7 +228,7 @@ def _commands(text: str) -> tuple[list[str], list[str]]:
 
     for statement in _statements(text):
         for _ in range(3):  # nested substitutions
-            statement = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`", "$<...>", statement)
+            statement = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`", _UNKNOWN, statement)
         words = re.split(r"[\s;&|]+", _TOKEN.sub("", statement))
         depth += sum(word in _OPENING for word in words)
         if array := re.fullmatch(r"(?:export\s+)?(\w+)(\+?)=\((.*)\)", statement, re.DOTALL):
@@ -234,14 +236,20 @@ def _commands(text: str) -> tuple[list[str], list[str]]:
         else:
             parts = [part.removesuffix(";") for part in _words(statement) if part != "export"]
             pairs = [re.fullmatch(r"(\w+)=(.*)", part, re.DOTALL) for part in parts]
-            values = {pair[1]: pair[2] for pair in pairs if pair}
+            values = {}
+            for name, value in (pair.groups() for pair in pairs if pair):  # of all branches
+                values[name] = values.get(name, "") * bool(depth) + value
             if not all(pairs):
                 commands.append(expand(statement))
                 values = values if depth else {}
         for name, value in values.items():
-            variables[name] = expand(value)
-            if depth:
+            is_set = name in variables and not variables[name].endswith(_UNKNOWN)
+            if depth and "--" in value:  # options, or none
+                variables[name] = f"--{name} {_UNKNOWN}"
+            elif depth and is_set:
                 del variables[name]
+            elif not depth:
+                variables[name] = expand(value)
         depth = max(0, depth - sum(word in _CLOSING for word in words))
     return commands, list(variables.values())
 
@@ -258,7 +266,10 @@ def _read_arguments(text: str) -> Iterator[Key]:
 
 
 def _words(text: str) -> list[str]:
-    return shlex.split(text.replace("\n", " "))
+    try:
+        return shlex.split(text.replace("\n", " "))
+    except ValueError:  # an apostrophe of a message, or a quote within a variable
+        return text.split()
 
 
 def _call(text: str) -> tuple[list[str], list[str]] | None:

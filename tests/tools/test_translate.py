@@ -524,7 +524,8 @@ def test_script_is_read_but_not_executed(tmp_path: Path) -> None:
     export C="--num-layers ${{B}}2 \\
         --hidden-size 64"
     touch {tmp_path}/executed
-    if [ $A = 1 ]; then D=5; fi
+    if [ $A = 1 ]; then D=5; OPTIONS="--sequence-parallel"; else OPTIONS=""; fi
+    echo "it isn't --here"
     ARGS=(
       --seed $D  # don't guess
       --lr 1e-4
@@ -534,7 +535,7 @@ def test_script_is_read_but_not_executed(tmp_path: Path) -> None:
     {{"train_batch_size": 4}}
 EOT
     echo $C
-    srun bash -c 'torchrun --nproc_per_node 4 -m pretrain_gpt --fp16 $C ${{ARGS[@]}}' | tee log
+    srun bash -c 'torchrun --nproc_per_node 4 -m pretrain_gpt --fp16 $OPTIONS $C ${{ARGS[@]}}' | tee log
     """
     (tmp_path / "a.slurm").write_text(script)
     kind, keys = read_keys(str(tmp_path / "a.slurm"))
@@ -543,14 +544,16 @@ EOT
     assert values == {
         "launcher.nproc_per_node": "4",
         "fp16": True,
+        "options": None,
         "num_layers": "12",
         "hidden_size": "64",
         "seed": None,
         "lr": "1e-4",
         "tensor_model_parallel_size": "2",
     }
-    (undecided,) = [key for key in keys if key.undecided]
-    assert undecided.place.endswith(":8") and "$D" in undecided.undecided
+    undecided = {key.name: key for key in keys if key.undecided}
+    assert undecided.keys() == {"options", "seed"} and "$D" in undecided["seed"].undecided
+    assert undecided["options"].place.endswith(":6") and undecided["seed"].place.endswith(":9")
 
 
 @pytest.mark.parametrize(
