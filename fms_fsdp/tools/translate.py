@@ -45,6 +45,7 @@ from fms_fsdp.tools.whole_folder import check_is_free
 
 PROGRAMS = tuple(name for name, table in other_programs()["programs"].items() if "title" in table)
 _TABLE = flag_table(TrainConfig)
+_BASE = "194m"  # a variant whose shape flags replace
 _SHAPE = {"num_layers", "hidden_size", "num_attention_heads"}
 _SHAPE_DEFAULTS = {"_ffn_factor", "_glu_multiple", "_vocab_multiple", "_depth"}
 _SCALED = "residual_scaled_init"  # which no shape of others contains
@@ -111,8 +112,16 @@ class Translation:
         return row is not None and coerce(row, self.get(name)) == row.default
 
     @property
+    def missing(self) -> list[str]:
+        """The flags without which the run is not defined, and that the program does not assume."""
+        has_shape = {"hf_config", "init_from_hf", "model_variant"} & self.flags.keys()
+        is_known = has_shape and self.get("model_variant") != _BASE
+        return sorted(({"seq_length"} if is_known else {"seq_length", *_SHAPE}) - self.flags.keys())
+
+    @property
     def is_complete(self) -> bool:
-        return not {"unknown", "changes", "undecided"} & set(self.status.values())
+        stopping = {"unknown", "changes", "undecided"} & set(self.status.values())
+        return not stopping and not self.missing
 
 
 class Program:
@@ -304,7 +313,7 @@ def _combine_model(found: Translation) -> None:
         rows = multiple * _number(get("tp_size", 1))
         put("vocab_multiple_of", rows, "_vocab_multiple", "tp_size")
     if _SHAPE & found.flags.keys() and not get("hf_config") and not get("model_variant"):
-        put("model_variant", "194m")
+        put("model_variant", _BASE)
 
 
 def _combine_batch(found: Translation) -> None:
@@ -432,7 +441,7 @@ def toml_lines(found: Translation) -> Iterator[str]:
             yield f"\n[{section}]"
         causes = [_shown(key).replace(" = ", ": ", 1) for key in keys[:4]]
         if name == "model_variant" and not keys:
-            causes = ["every field of its shape is set below"]
+            causes = ["its shape is replaced below"]
         cause = ", ".join(causes) or f"default of {found.title}"
         yield f"{name} = {_toml(value)}  # {shown(cause)}"
 
@@ -532,6 +541,8 @@ def report(found: Translation) -> Iterator[str]:
                 text = f"{shown(key.name)}: {key.undecided}" if key.undecided else _shown(key)
                 yield f"  {shown(key.place)}: {text}"
     yield from (f"differs without a key: {note}" for note in found.notes)
+    if found.missing:
+        yield f"the input does not set {', '.join(found.missing)}; add them to the TOML"
 
 
 def main(config: TranslateConfig) -> None:

@@ -602,6 +602,12 @@ def test_unknown_key_fails_unless_allowed(
 ) -> None:
     path = tmp_path / "a.yml"
     path.write_text(NEOX + "num-layers: 2\nnum-attention-heads: 32\nseq-length: 64\nodd: 1\n")
+    assert convert(str(path))[1].missing == []
+    assert convert_text(tmp_path, "b.yml", NEOX).missing == [
+        "num_attention_heads",
+        "num_layers",
+        "seq_length",
+    ]
     with pytest.raises(SystemExit, match="1"):
         main(["translate", str(path)])
     printed = capsys.readouterr().out
