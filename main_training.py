@@ -153,7 +153,7 @@ def main(argv: list[str]) -> int:
             log.info(status.reason)
             runtime.shut_down()
             return status.exit_status
-        status.open(run_dir.folder, start.step)  # on rank 0 before any rank goes on
+        status.open(run_dir.folder, start.step)  # on rank 0 before any rank continues
         run_on_rank0(partial(run_dir.write_config, run, attempt))
         at_end.callback(runtime.close_log_files)
         if world.rank == 0:

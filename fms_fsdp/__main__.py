@@ -66,11 +66,11 @@ COMMANDS = {
         "translate:main",
         "the configuration of another program → a TOML file of this one, and what it leaves out",
     ),
-    "report": ("report:main", "a page of curves and tables from run folders"),
+    "report": ("report:main", "a page of curves and tables from run directories"),
 }
 REMOVED = {  # command -> what to use in its place
     "score": "use evaluate --questions=FILE",
-    "trace": "read summary.txt, which the profiler writes beside each trace",
+    "trace": "read summary.txt, which the profiler writes next to each trace",
     "inspect plan": "use --dry_run of main_training.py, which prints tokens and epochs of each source",
     "inspect find": "use inspect step, which lists the documents of any step",
 }
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{command}: stopped; start the command again to go on", file=sys.stderr)
+        print(f"{command}: stopped; run the command again", file=sys.stderr)
         return 130
     return 0
 
