@@ -1,6 +1,6 @@
 """Races a training step against other programs' models: same shape and tokens, interleaved rounds.
 
-    python benchmarks/race.py                                     # every shape; about 20 minutes
+    python benchmarks/race.py                                     # every shape, precision and mode
     python benchmarks/race.py --shapes=hidden256 --precision=fp32 --mode=eager --rounds=9
     python benchmarks/race.py --python=litgpt:/envs/litgpt/bin/python,torchtitan:/envs/titan/bin/python
     python benchmarks/race.py --contestants=ours --shapes=194m    # ours alone, as a share of the matmul rate
@@ -394,6 +394,8 @@ def main() -> None:
     settings |= dict(mode="eager,compiled", contestants=",".join(["ours", *PEERS]), python="")
     settings |= dict(tuned="all", rounds=5, warmup=3, steps=4)
     args = parser_of(__doc__, **settings).parse_args()
+    if not {"ours"} <= set(args.contestants.split(",")) <= {"ours", *PEERS}:
+        raise SystemExit(f"error: --contestants must be ours and some of {', '.join(PEERS)}")
     own = dict(pair.split(":", 1) for pair in args.python.split(",") if pair)
     pythons = {name: own.get(name, sys.executable) for name in args.contestants.split(",")}
     for name in [name for name, python in pythons.items() if not is_installed(name, python)]:

@@ -127,6 +127,12 @@ def last_step(
     return max(step + batch.steps_for(samples, samples_seen), 1)
 
 
+def global_batch(cfg: TrainingConfig, dp_size: int) -> int:
+    """Returns the sequences per step of a new run; without flags 2 per rank."""
+    factors = (cfg.micro_batch_size or 2) * (cfg.grad_accum_steps or 1)
+    return cfg.global_batch_size or factors * dp_size
+
+
 def plan_batch(
     cfg: TrainingConfig, dp_size: int, saved: BatchPlan | None = None, keep_name: str = ""
 ) -> BatchPlan:
@@ -142,7 +148,7 @@ def plan_batch(
     keeps = saved is not None and total is None
     if saved is not None and total is None:
         total = saved.global_batch_size
-    total = total or (micro or 2) * (accum or 1) * dp_size
+    total = total or global_batch(cfg, dp_size)
     factors = {"--batch_size": micro if accum or not keeps else None, "--grad_accum_steps": accum}
     given = {name: value for name, value in factors.items() if value}
     unit = dp_size * math.prod(given.values())

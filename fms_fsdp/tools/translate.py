@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 from fms_fsdp.config import TrainConfig, flag
-from fms_fsdp.config.batch import BatchPlan, last_step, plan_batch
+from fms_fsdp.config.batch import BatchPlan, global_batch, last_step, plan_batch
 from fms_fsdp.config.flag import coerce, flag_table, unused_flags
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.train_config import other_programs
@@ -103,8 +103,17 @@ class Translation:
         return self.flags[name][0] if name in self.flags else default
 
     def set(self, name: str, value: Any, *sources: str) -> None:
-        """Sets a flag; its keys are the keys of its sources."""
+        """Sets a flag; its keys are the keys of its sources.
+
+        Raises:
+            UserError: the flag does not take the value.
+        """
         keys = tuple(key for each in sources if each in self.flags for key in self.flags[each][1])
+        if name in _TABLE:
+            try:
+                coerce(_TABLE[name], value)
+            except UserError as error:
+                raise _unusable(keys[0], error) if keys else error from None
         self.flags[name] = value, tuple(dict.fromkeys(keys))
 
     def is_default(self, name: str) -> bool:
@@ -170,6 +179,10 @@ def _shown(key: Key) -> str:
     return shown(f"{key.name} = {value}")
 
 
+def _unusable(key: Key, error: Exception) -> UserError:
+    return UserError(f"{key.place}: {_shown(key)} cannot be used: {error}")
+
+
 def _number(value: Any) -> Any:
     found = parse_number(str(value))
     if found is None or isinstance(value, bool):
@@ -183,6 +196,12 @@ def _count(value: Any) -> int | None:
     return int(found) if found and found >= 1 and found.denominator == 1 else None
 
 
+def _pair(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise UserError("must be a list of two numbers")
+    return value
+
+
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were absent
     "": lambda value: value,
     "text": str,
@@ -192,8 +211,8 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were abs
     "positive": lambda value: _number(value) if _number(value) > 0 else None,
     "duration": lambda value: str(value) if _number(value) > 0 else None,
     "zero_if_negative": lambda value: max(0, _number(value)),
-    "first": lambda value: value[0] if isinstance(value, list) else None,
-    "second": lambda value: value[1] if isinstance(value, list) and len(value) == 2 else None,
+    "first": lambda value: _pair(value)[0],
+    "second": lambda value: _pair(value)[1],
     "samples": lambda value: f"{_number(value)}samples",
     "tokens": lambda value: f"{_number(value)}tokens",
     "every": lambda value: str(value) if _number(value) <= 1 else f"every:{_number(value)}",
@@ -249,7 +268,7 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
                 if target in _TABLE:
                     coerce(_TABLE[target], value)
     except (UserError, TypeError) as error:
-        raise UserError(f"{key.place}: {_shown(key)} cannot be used: {error}") from None
+        raise _unusable(key, error) from None
     if not flags:
         if values is not None:
             return "default"
@@ -395,7 +414,8 @@ def _combine_data(found: Translation) -> None:
         return
     given = found.get(kind)
     items = [str(each) for each in (given if isinstance(given, list) else str(given).split(","))]
-    weights = [_number(each) for each in found.get("_data_weights") or []]
+    own = found.get("_data_weights") or []
+    weights = [_number(each) for each in (own if isinstance(own, list) else [own])]
     if len(items) > 1 and parse_number(items[0]) is not None:  # 0.3 a 0.7 b
         weights, items = [_number(each) for each in items[::2]], items[1::2]
     names = [re.sub("(_text)?(_document)?$", "", Path(item).name) or "data" for item in items]
@@ -480,8 +500,7 @@ def check_run(config: TrainConfig, num_devices: int | None) -> Iterator[str]:
     world = World(0, 0, num_devices or least, min(8, num_devices or least))
     dims = plan_dims(section, config.model.name, world)
     training, dp_size = config.training, dims.size("dp")
-    rows = training.global_batch_size
-    rows = rows or (training.micro_batch_size or 2) * (training.grad_accum_steps or 1) * dp_size
+    rows = global_batch(training, dp_size)
     batch = BatchPlan(rows, 1, 1, training.rampup, True)
     yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
     if training.num_epochs:
