@@ -579,6 +579,8 @@ EOT
         ("a.yml", b"colour: red", "are of no known program; set --from"),
         ("a.yml", NEOX.encode() + b"lr-decay-iters: [1]", "lr_decay_iters"),
         ("a.yml", NEOX.encode() + b"hidden-dropout: two", "hidden_dropout = two cannot be used"),
+        ("a.yml", NEOX.encode() + b"optimizer: {params: {betas: []}}", "must be a list of two"),
+        ("a.yml", NEOX.encode() + b"warmup: -1", ":4: warmup = -1 cannot be used"),
         ("a.yml", NEOX.encode() + b"warmup: many", "must be a number"),
     ],
 )
