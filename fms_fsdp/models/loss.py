@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.models.attention import compiled
 
-# fp32 logits of a chunk: close to the cache of a CPU, few chunks on a GPU
-CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 2 << 30}
+# fp32 logits of a chunk: few chunks, since each adds a gradient of the whole head, in little memory
+CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 Losses = tuple[torch.Tensor, ...]
 # (gradient at the label, loss[, more losses]) of each token, (C 1) fp32, from (logits, labels)
 Softmax = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | float], tuple[torch.Tensor, ...]]
