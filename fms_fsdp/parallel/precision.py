@@ -3,7 +3,8 @@
     sharded     FSDP gathers copies of a unit's weights in the compute dtype, and frees them after use
     unsharded   each module casts its own weight, in the forward and again in the backward pass
 
-Neither way keeps a second copy of all weights.
+Neither way keeps a second copy of all weights; but a CPU, where a cast is slow and memory is not
+scarce, keeps those of the unsharded model from the forward to the backward pass.
 """
 
 from __future__ import annotations
@@ -108,12 +109,14 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Te
 
 
 class _CastLinear(torch.autograd.Function):
-    """x W^T in the dtype of x. The backward pass casts W again, so that no copy of W is kept."""
+    """x W^T in the dtype of x. On a GPU the backward pass casts W again, so that no copy is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype))
+        cast = weight.to(x.dtype)
+        ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(x, cast if x.device.type == "cpu" else weight)
+        return F.linear(x, cast)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -123,7 +126,7 @@ class _CastLinear(torch.autograd.Function):
             # The cast of the transpose: the compiler would merge two equal casts and keep the result.
             dx = grad @ weight.T.to(x.dtype).T
         if ctx.needs_input_grad[1]:
-            dweight = matmul(grad.flatten(0, -2).T, x.flatten(0, -2), out_dtype=weight.dtype)
+            dweight = matmul(grad.flatten(0, -2).T, x.flatten(0, -2), out_dtype=ctx.weight_dtype)
         return dx, dweight
 
 

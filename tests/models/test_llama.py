@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fms_fsdp.config import BF16
 from fms_fsdp.models import attention as attention_module
@@ -18,7 +19,7 @@ from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama, rope_table
-from fms_fsdp.parallel.precision import apply_precision
+from fms_fsdp.parallel.precision import _Linear, apply_precision
 
 BASE = TransformerConfig(2, 64, 176, 4, 4, 97, max_seq_len=48)
 
@@ -125,12 +126,19 @@ def test_loaded_model_equals_the_trained_one() -> None:
         assert torch.equal(other(tokens), trained(tokens))
 
 
-def test_backward_pass_keeps_no_bf16_weights() -> None:
-    model = build(BASE)
-    apply_precision(model, BF16)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_cpus_keep_cast_weights_for_backward(device: str) -> None:
+    """They are those that the backward pass would cast; meta tensors stand for a GPU's."""
+    layer = _Linear(64, 96, bias=False, device=device)
+    x = torch.randn(8, 64, device=device).bfloat16().requires_grad_()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        model(*labelled(BASE))
-    weights = {(64, 64), (176, 64), (64, 176)}
-    assert not [t for t in saved if t.dtype == torch.bfloat16 and tuple(t.shape) in weights]
-    assert any(t.dtype == torch.float32 and t.ndim == 2 for t in saved)
+        y = layer(x)
+    kept = [t for t in saved if t.dtype == torch.bfloat16 and t.shape == layer.weight.shape]
+    assert len(kept) == (device == "cpu")
+    if kept:
+        y.backward(torch.ones_like(y))
+        (expected,) = torch.autograd.grad(
+            F.linear(x, layer.weight.bfloat16()), x, torch.ones_like(y)
+        )
+        assert x.grad is not None and torch.equal(x.grad, expected)
