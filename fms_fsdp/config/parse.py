@@ -15,8 +15,6 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import fire
-
 from fms_fsdp.config.flag import (
     Flag,
     build_config,
@@ -152,6 +150,12 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
                 f"--{name}={shown(first_text)} is also set to {shown(text)}; remove one of them"
             )
 
+    if not argv:
+        return texts
+    if asked := given.keys() & {"help", "h"}:
+        return {name: given[name][0] for name in asked}
+    import fire  # a third of the time of `--help`
+
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def collect(*strays: str, **named: str) -> None:
         texts.update({_field_name(name, table): text for name, text in named.items()})
@@ -161,8 +165,7 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
         if strays and positional:
             texts.setdefault(positional, ",".join(strays))
 
-    if argv:
-        fire.Fire(collect, command=list(argv), name="flags")
+    fire.Fire(collect, command=list(argv), name="flags")
     return texts
 
 

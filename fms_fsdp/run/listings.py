@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 
 from fms_fsdp.errors import print_and_end
@@ -20,6 +19,8 @@ def print_listing(argv: Sequence[str]) -> None:
 
 def version() -> str:
     """Returns the versions of torch and, if it is installed, of this package."""
+    import importlib.metadata
+
     installed = {
         each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()
     }
