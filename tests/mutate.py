@@ -5,6 +5,9 @@
     places for a fault ─ seed ─▶ sample ─▶ copy with the fault ─▶ the tests that run its line, nearest first
     quick suite under `coverage`, once ─▶ line → tests           └ the test that fails must pass without it
 
+With `--nearest` there is no run under coverage: a fault meets the quick tests of its module and of its package
+alone, so it may survive where another package's test would notice it.
+
 The script reads the checkout and never writes to it. Each verdict is a line of a file in `--work`, so a run
 that was stopped continues. A fault that no test notices changes no behaviour, which a person must judge, or a
 test is missing.
@@ -25,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -184,6 +188,14 @@ context = ${{PYTEST_CURRENT_TEST-none}}
         return sorted(name for name in found if name.startswith("tests/"))
 
 
+class Nearest:
+    """The tests of a fault's package, in place of those that run its line."""
+
+    def tests(self, fault: Fault) -> list[str]:
+        package = Path(fault.path).parts[1]
+        return [f"tests/{package}"] if (ROOT / "tests" / package).is_dir() else []
+
+
 def environment(tree: Path) -> dict[str, str]:
     """Returns the variables of a process that takes its code from the tree."""
     own = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
@@ -246,7 +258,12 @@ def first_failure(tree: Path, tests: list[str], skipped: set[str], budget_s: flo
 
 
 def judge(
-    fault: Fault, clean: Path, faulty: Path, covered: Covered, sound: set[str], budget_s: float
+    fault: Fault,
+    clean: Path,
+    faulty: Path,
+    covered: Covered | Nearest,
+    sound: set[str],
+    budget_s: float,
 ) -> str:
     """What noticed the fault within the budget, or "". `sound`: tests that pass without any fault."""
     path, broken, begin = faulty / fault.path, set[str](), time.monotonic()
@@ -268,12 +285,14 @@ def judge(
         path.write_bytes(original)
 
 
-def verdicts(faults: list[Fault], log: Path, budget_s: float) -> Iterator[tuple[Fault, str]]:
+def verdicts(
+    faults: list[Fault], log: Path, budget_s: float, nearest: bool
+) -> Iterator[tuple[Fault, str]]:
     """Each fault with what noticed it, as far as `log` knows from there."""
     lines = log.read_text().splitlines() if log.exists() else []
     known = {json.dumps(entry["fault"]): entry["noticed"] for entry in map(json.loads, lines)}
     trees: list[Path] = []
-    covered, sound = Covered(log.parent), set[str]()
+    covered, sound = Nearest() if nearest else Covered(log.parent), set[str]()
     for fault in faults:
         key = json.dumps(asdict(fault))
         if key not in known:
@@ -288,6 +307,11 @@ def verdicts(faults: list[Fault], log: Path, budget_s: float) -> Iterator[tuple[
         shutil.rmtree(tree)
 
 
+def package_of(fault: Fault) -> str:
+    """Returns the package of a fault; `fms_fsdp` for a module outside one."""
+    return Path(fault.path).parent.parts[1] if Path(fault.path).parent.parts[1:] else "fms_fsdp"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     work = Path(tempfile.gettempdir()) / "mutants"
@@ -295,17 +319,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample")
     parser.add_argument("--work", type=Path, default=work, help="folder of copies and verdicts")
     parser.add_argument("--budget_s", type=float, default=300, help="seconds of tests per fault")
+    parser.add_argument("--nearest", action="store_true", help="only the tests of the package")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    log = given.work / f"seed{given.seed}.jsonl"
-    faults, killed = chosen(given.sample, given.seed), 0
-    for count, (fault, noticed) in enumerate(verdicts(faults, log, given.budget_s), 1):
-        killed += bool(noticed)
+    log = given.work / f"{'nearest' if given.nearest else 'seed'}{given.seed}.jsonl"
+    faults, killed = chosen(given.sample, given.seed), Counter[str]()
+    judged = verdicts(faults, log, given.budget_s, given.nearest)
+    for count, (fault, noticed) in enumerate(judged, 1):
+        killed[package_of(fault)] += bool(noticed)
         before, after = (text.partition("\n")[0] for text in (fault.before, fault.after))
         verdict = f"killed by {noticed}" if noticed else "SURVIVED"
         place = f"{count}/{len(faults)} {fault.path}:{fault.line} {fault.kind}"
         print(f"{place}: {before} → {after or 'nothing'}: {verdict}", flush=True)
-    print(f"{killed} of {len(faults)} faults noticed (seed {given.seed}; {log})")
+    for package, number in sorted(Counter(map(package_of, faults)).items()):
+        print(f"{package}: {killed[package]} of {number}")
+    print(f"{killed.total()} of {len(faults)} faults noticed (seed {given.seed}; {log})")
 
 
 if __name__ == "__main__":
