@@ -67,6 +67,13 @@ def test_exported_tokenizer_gives_ids_of_training(
     assert hf_text_rules(folder, load_tokenizer(str(folder))) == TextRules(before)
 
 
+def test_export_of_a_short_model_prints_no_length_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert export_tokenizer(load_tokenizer("byte"), tmp_path, 4, None) == ""
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
 def test_bos_is_exported_for_every_kind(kind: str, tmp_path: Path) -> None:
     from fms_fsdp.tools.prepare.command import train_sentencepiece
