@@ -39,6 +39,12 @@ AXES = {
 }
 
 
+ALONE_AND_PAIRED = [
+    *MODEL_AXES,
+    *(pytest.param(pair, marks=pytest.mark.slow) for pair in ("tp pp", "tp cp", "cp pp")),
+]
+
+
 class Group(NamedTuple):
     """Features of one run. `more`: flags of the run in all layouts. `rel`: tolerance of losses and norms.
     `attends`: a feature concerns attention, so that cp is tried by both methods."""
@@ -175,13 +181,21 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     flags = [flag for flag in BASE if not flag.startswith("--use_dummy")]
     flags += [f"--data_path={folder / 'data'}", "--packing=bestfit", "--document_mask=True"]
     flags += ["--sample_interval=2", "--sample_prompts=The run,A,checkpoints"]
+    flags += ["--eval_interval=2", "--eval_steps=1"]
     trained(*flags, f"--output_dir={folder / 'alone'}")
     return flags, folder / "alone"
 
 
-@pytest.mark.parametrize("axis", MODEL_AXES)
+def trained_over(axes: str, folder: Path, *flags: str) -> None:
+    """Trains over the axes, two ranks along each."""
+    names = axes.split()
+    over = [flag for name in names for flag in AXES[name]]
+    trained(*flags, *over, f"--output_dir={folder}", nproc=2 ** len(names))
+
+
+@pytest.mark.parametrize("axes", ALONE_AND_PAIRED)
 def test_packing_samples_and_profiler_with_every_axis(
-    packed: tuple[list[str], Path], tmp_path: Path, axis: str
+    packed: tuple[list[str], Path], tmp_path: Path, axes: str
 ) -> None:
     flags, alone = packed
     traced = [
@@ -190,7 +204,7 @@ def test_packing_samples_and_profiler_with_every_axis(
         "--profiler_warmup=1",
         "--profiler_active=1",
     ]
-    trained(*flags, *AXES[axis], *traced, f"--output_dir={tmp_path}", nproc=2)
+    trained_over(axes, tmp_path, *flags, *traced)
     assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
     assert list((tmp_path / "profile_traces").iterdir())
     texts = (tmp_path / "samples.txt").read_text()
@@ -215,12 +229,12 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]
     return flags, folder / "alone"
 
 
-@pytest.mark.parametrize("axis", MODEL_AXES)
+@pytest.mark.parametrize("axes", ALONE_AND_PAIRED)
 def test_import_and_export_with_every_axis(
-    imported: tuple[list[str], Path], tmp_path: Path, axis: str
+    imported: tuple[list[str], Path], tmp_path: Path, axes: str
 ) -> None:
     flags, alone = imported
-    trained(*flags, *AXES[axis], f"--output_dir={tmp_path}", nproc=2)
+    trained_over(axes, tmp_path, *flags)
     assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
     wanted, found = exported(alone), exported(tmp_path)
     assert wanted.keys() == found.keys() and any(name.endswith("weight") for name in wanted)
