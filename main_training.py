@@ -125,16 +125,21 @@ def main(argv: list[str]) -> int:
         held_out = open_held_out(cfg.eval, listings, run.batch.global_batch_size)
         at_end.callback(close_held_out, held_out)
         cfg = run.config
-        summary = startup_log.describe(run, resume, budget, device, stream, held_out, epochs)
+        # Where nobody reads them, the lines are not made: the prediction of memory takes CPU time.
+        is_logging = world.rank == 0 or cfg.log.log_all_ranks
+        summary = ""
+        if is_logging:
+            summary = startup_log.describe(run, resume, budget, device, stream, held_out, epochs)
         log_startup = partial(
             startup_log.log_startup, run, resume, [*changes, *more], budget, device, corpus
         )
         phases.done("data")
         if parsed.dry_run:
-            expected = startup_log.describe_prediction(run, budget, device)
-            steps = startup_log.describe_steps(run, start.step)
-            log.info("\n".join([describe_changes(parsed), summary, *expected, steps]))
-            log_startup()
+            if is_logging:
+                expected = startup_log.describe_prediction(run, budget, device)
+                steps = startup_log.describe_steps(run, start.step)
+                log.info("\n".join([describe_changes(parsed), summary, *expected, steps]))
+                log_startup()
             status.end(FINISHED, "dry run: nothing was written")
             log.info(status.reason)
             runtime.shut_down()
@@ -166,7 +171,8 @@ def main(argv: list[str]) -> int:
         log.info("%s\n%s", describe_changes(parsed), summary)
         if world.rank == 0:
             startup_log.warn_of_missing_labels(stream)
-        log_startup()
+        if is_logging:
+            log_startup()
         phases.done("data")
 
         # 5. Model, optimizer, weights.

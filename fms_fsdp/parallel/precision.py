@@ -66,8 +66,10 @@ def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:
 
 def cast_weights(model: nn.Module, precision: Precision) -> None:
     """Casts the parameters, not the buffers, to the dtype of the weights, in place."""
+    dtype = DTYPES[precision.weights]
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[precision.weights])
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def accumulate_in_fp32(model: nn.Module) -> None:

@@ -386,14 +386,14 @@ def _units(shape: Shape) -> dict[str, int]:
 def cost(shape: Shape, part: str, rows: int) -> Cost:
     """Returns the cost of "embed", "block", "recomputed" or "head" for `rows` sequences of a rank.
 
-    Blocks are linear in the number of sequences, so one and two are measured. The head computes the
+    Blocks are linear in the number of sequences, so at most one and two are measured. The head computes the
     loss in chunks, so it is linear only if a sequence has many of them, as on a CPU.
     """
     shape = shape.bare(part)
     has_chunks = (
         shape.device_type == "cpu" and 4 * shape.seq_length * shape.config.vocab_size > _MANY
     )
-    if rows != 1 and (part in ("block", "recomputed") or (part == "head" and has_chunks)):
+    if rows > 2 and (part in ("block", "recomputed") or (part == "head" and has_chunks)):
         one, two = (_measured(shape, part, number) for number in (1, 2))
         return one.plus(two.plus(one, -1), rows - 1)
     return _measured(shape, part, rows)
