@@ -188,12 +188,18 @@ context = ${{PYTEST_CURRENT_TEST-none}}
         return sorted(name for name in found if name.startswith("tests/"))
 
 
+def package_of(fault: Fault) -> str:
+    """Returns the package of a fault; `fms_fsdp` for a module outside one."""
+    folders = Path(fault.path).parent.parts
+    return folders[min(1, len(folders) - 1)]
+
+
 class Nearest:
     """The tests of a fault's package, in place of those that run its line."""
 
     def tests(self, fault: Fault) -> list[str]:
-        package = Path(fault.path).parts[1]
-        return [f"tests/{package}"] if (ROOT / "tests" / package).is_dir() else []
+        folder = f"tests/{package_of(fault)}"
+        return [folder] if (ROOT / folder).is_dir() else []
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -305,11 +311,6 @@ def verdicts(
         yield fault, known[key]
     for tree in trees:
         shutil.rmtree(tree)
-
-
-def package_of(fault: Fault) -> str:
-    """Returns the package of a fault; `fms_fsdp` for a module outside one."""
-    return Path(fault.path).parent.parts[1] if Path(fault.path).parent.parts[1:] else "fms_fsdp"
 
 
 def main() -> None:

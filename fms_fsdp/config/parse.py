@@ -124,7 +124,8 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
 
 
 def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
-    """Returns name -> text of `--name=text`, `--name text`, `--switch` and `--noswitch`."""
+    """Returns name -> text of `--name=text`, `--name text`, `--switch` and `--noswitch`; with `--help`
+    of that alone."""
     given, texts = dict[str, tuple[str, Any]](), dict[str, str]()
     for argument, following in pairwise([*argv, "--"]):
         if not re.match(r"--?[^\W\d]", argument):

@@ -286,9 +286,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
         if vocabulary.kind == "sentencepiece":  # for programs that read no tokenizer.model
             exported.backend_tokenizer.save(str(folder / "tokenizer.json"))
             exported = load(folder, local_files_only=True)
+        before = [] if bos_id is None else [bos_id]
         for text, ids in zip(PROBES, tokenizer.encode(PROBES), strict=True):
             found = exported(text, verbose=False)  # or it warns of texts longer than max_len
-            before = [] if bos_id is None else [bos_id]
             if list(found.input_ids) != [*before, *ids.tolist()]:
                 return f"transformers gives other ids than training, such as for {text[:40]!r}"
     except ImportError:

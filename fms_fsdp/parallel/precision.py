@@ -3,8 +3,8 @@
     sharded     FSDP gathers copies of a unit's weights in the compute dtype, and frees them after use
     unsharded   each module casts its own weight, in the forward and again in the backward pass
 
-Neither way keeps a second copy of all weights; but a CPU, where a cast is slow and memory is not
-scarce, keeps those of the unsharded model from the forward to the backward pass.
+Neither way keeps a second copy of all weights on a GPU. On a CPU, where casts are slow and memory is
+not scarce, an unsharded model keeps its cast weights from the forward to the backward pass.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Te
 
 
 class _CastLinear(torch.autograd.Function):
-    """x W^T in the dtype of x. On a GPU the backward pass casts W again, so that no copy is kept."""
+    """x W^T in the dtype of x. Except on a CPU the backward pass casts W again, and no copy is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

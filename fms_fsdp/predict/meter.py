@@ -386,8 +386,9 @@ def _units(shape: Shape) -> dict[str, int]:
 def cost(shape: Shape, part: str, rows: int) -> Cost:
     """Returns the cost of "embed", "block", "recomputed" or "head" for `rows` sequences of a rank.
 
-    Blocks are linear in the number of sequences, so at most one and two are measured. The head computes the
-    loss in chunks, so it is linear only if a sequence has many of them, as on a CPU.
+    Blocks are linear in the number of sequences, so larger numbers follow from one and two. The
+    head computes the loss in chunks, so it is linear only if a sequence has many of them, as on a
+    CPU.
     """
     shape = shape.bare(part)
     has_chunks = (
