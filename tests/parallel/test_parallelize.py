@@ -203,6 +203,18 @@ def test_compiled_blocks_use_cheap_recomputation() -> None:
     torch.testing.assert_close(gradients, plain, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_cheap_recomputation_repeats_no_fused_attention() -> None:
+    torch._dynamo.reset()
+    model = build(use_torch_compile=True, recompute="cheap")
+    step(model)
+    with torch.profiler.profile() as profile:
+        step(model)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    forward = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert counts[forward] == counts[f"{forward}_backward"] == len(model.blocks)
+
+
 def saved_bytes(model: Llama) -> int:
     """What a forward pass keeps for the backward pass, beside weights and the rotary table."""
     sizes: dict[int, int] = {}
