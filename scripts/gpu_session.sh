@@ -80,11 +80,14 @@ quiet=("${dummy[@]}" --checkpoint_interval=0 --save_last=False)
 small=(--model_variant=194m --num_layers=4 --num_kv_heads=2 --seq_length=512)
 train() { run "$1" 0 "$python" main_training.py "${@:2}" --output_dir="$runs/$1"; }
 
-# later NAME FLAG...: the same with up to three others, which is fit for correctness only.
+# later NAME FLAG...: the same with up to three others, which is fit for correctness only. At the learning rate of
+# the preset the loss falls from 10.6 to 0.8 in these 20 steps, at gradient norms of up to 62, and rounding grows
+# to 1 %; at a tenth it does not.
+agree=(--num_steps=20 --learning_rate=3e-5)
 await() { while (($(jobs -rp | wc -l) >= ${AT_ONCE:-4})); do wait -n || true; done; }
 later() {
     await
-    train "$1" "${small[@]}" "${quiet[@]}" --num_steps=20 "${@:2}" &
+    train "$1" "${small[@]}" "${quiet[@]}" "${agree[@]}" "${@:2}" &
 }
 on_cpu() { CUDA_VISIBLE_DEVICES="" later "$@" --mixed_precision=False; }
 plain() { later "$1" --use_torch_compile=False "${@:2}"; }
@@ -92,7 +95,7 @@ sharded() {
     # by its address: the name of a machine need not resolve
     local torchrun=("$python" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=1)
     await
-    run "$1" 0 "${torchrun[@]}" main_training.py "${small[@]}" "${quiet[@]}" --num_steps=20 --batch_size=4 \
+    run "$1" 0 "${torchrun[@]}" main_training.py "${small[@]}" "${quiet[@]}" "${agree[@]}" --batch_size=4 \
         --sharding_strategy=fsdp "${@:2}" --output_dir="$runs/$1" &
 }
 
@@ -205,14 +208,14 @@ best() {
     if is_large; then
         best=("${eight[@]}" "${cheap[@]}" --batch_size=3)
         sweep best cheap "${best[@]}"
-        sweep pure compiled_pure "${pure[@]}" --batch_size=6
-        sweep float8 compiled_float8 "${best[@]}" --precision=float8
-        sweep moments compiled_moments "${eight[@]}" "${cheap[@]}" --batch_size=5 --optimizer_state_dtype=bf16
+        sweep of_pure compiled_pure "${pure[@]}" --batch_size=6
+        sweep of_float8 compiled_float8 "${best[@]}" --precision=float8
+        sweep of_moments compiled_moments "${eight[@]}" "${cheap[@]}" --batch_size=5 --optimizer_state_dtype=bf16
     else
         sweep small_best cheap "${best[@]}"
-        sweep small_pure compiled_pure "${pure[@]}" --batch_size=2
-        sweep small_float8 compiled_float8 "${best[@]}" --precision=float8
-        sweep small_moments compiled_moments "${best[@]}" --optimizer_state_dtype=bf16
+        sweep small_of_pure compiled_pure "${pure[@]}" --batch_size=2
+        sweep small_of_float8 compiled_float8 "${best[@]}" --precision=float8
+        sweep small_of_moments compiled_moments "${best[@]}" --optimizer_state_dtype=bf16
     fi
     run traced_best 0 traced traced_best "${best[@]}" --seq_length=4096 "${quiet[@]}" --num_steps=12 \
         --profiler_shapes=False
@@ -229,7 +232,7 @@ throughput() {
     sweep "${of}by_document" compiled_documents "${best[@]}" --document_mask=true
     sweep "${of}by_flash" flash "${best[@]}" --attn_impl=flash
     sweep "${of}long" cheap "${best[@]:0:2}" --batch_size=1 --seq_length=8192
-    sweep "${of}ops" compiled_ops "${best[@]:0:1}" --recompute=ops --batch_size=2
+    sweep "${of}kept_ops" compiled_ops "${best[@]:0:1}" --recompute=ops --batch_size=2
     sweep "${of}all_blocks" compiled_blocks "${blocks[@]}" --batch_size=$rows
     local axes=(benchmarks/bench_parallel.py --device=cuda --output="$runs/axes.json") gpus
     gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"

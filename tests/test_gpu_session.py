@@ -73,6 +73,10 @@ def test_rules_and_sweeps_match() -> None:
     assert set(SMOKE) <= {rule.run for rule in RULES}
     needed = re.findall(r"^ *sweep \S+ (\w+) ", text, re.MULTILINE)
     assert len(needed) >= 12 and set(needed) <= {rule.run for rule in RULES}
+    sweeps = set(re.findall(r'^ *sweep "?(?:\${of})?(\w+)"? ', text, re.MULTILINE))
+    assert len(sweeps) >= 12 and not sweeps & {
+        rule.run for rule in RULES
+    }  # else it is not measured
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])
