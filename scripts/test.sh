@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the quick tests, with --all also the slow ones, with --torch=2.11 under another version of torch, in an
-# environment of its own. Up to four files of tests run at a time (one: -n0), and the tests of some files
-# apart (SPREAD in tests/conftest.py). pytest gets all further arguments.
+# environment of its own. Three files of tests run at a time on two cores, since ranks wait for each other, and at
+# most four (one: -n0); the tests of some files run apart (SPREAD in tests/conftest.py). pytest gets all further
+# arguments.
 #
 #   bash scripts/test.sh [--all] [--torch=VERSION] [tests/data -k resume ...]
 set -euo pipefail
@@ -27,4 +28,6 @@ if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
     unset PYTHONDONTWRITEBYTECODE
     export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$ROOT/.pytest_cache/bytecode}" # not next to the sources
 fi
-exec "$PYTHON" -m pytest -q -n auto --maxprocesses=4 --dist=loadfile "${selection[@]}" "${arguments[@]}"
+cores="$(getconf _NPROCESSORS_ONLN)"
+workers=$((cores > 2 ? 4 : cores * 3 / 2))
+exec "$PYTHON" -m pytest -q -n "$workers" --dist=loadfile "${selection[@]}" "${arguments[@]}"
