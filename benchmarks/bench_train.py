@@ -158,7 +158,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [result["case"].get(name, "") for name in varied]
         if "problem" in result:
             word = result["problem"].partition(":")[0][:60]
-            if word != "skipped" and "memory" in result["problem"]:
+            if word != "skipped" and "out of memory" in result["problem"]:
                 word = "out of memory"
             lines.append("| " + " | ".join([*cells, word, *[""] * 5]) + " |")
             continue
@@ -187,7 +187,7 @@ def main() -> None:
             results.append({"case": case, "problem": "skipped: a smaller batch is out of memory"})
             continue
         result = run_case(case, own)
-        if "memory" in result.get("problem", ""):
+        if "out of memory" in result.get("problem", ""):
             full.append(rest)
         results.append(result)
         told = (

@@ -31,7 +31,7 @@ from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.metrics.profiling import StepProfiler
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.optim.schedules import Schedule
-from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
+from fms_fsdp.parallel.fsdp import await_optimizer, clip_factor, set_gradient_sync
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from fms_fsdp.run.status import RunStatus
 from fms_fsdp.run.stop import StopControl
@@ -182,13 +182,14 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, timer: PhaseT
             loss_sum += micro_loss
             extra.append(more)
     with record_function("optimizer"):
-        grad_norm = clip_grad_norm(parameters, recipe.grad_clip, mesh, scale)
+        grad_norm, clip = clip_factor(parameters, recipe.grad_clip, mesh, scale)
         timer.mark("clip")
         tokens = state.tokens_seen + _size(batch, mesh)[1]
         rate = partial(recipe.schedule, step, tokens)
         # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
         has_labels_norm = grad_norm.where(sums[0] > 0, torch.nan)
-        state.optimizers.step(rate, has_labels_norm)
+        state.optimizers.step(rate, has_labels_norm, clip)
+        await_optimizer(model)
         state.optimizers.zero_grad()
         if state.loss_scale is not None:
             state.loss_scale.update(grad_norm)

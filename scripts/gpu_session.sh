@@ -223,12 +223,14 @@ best() {
 
 throughput() {
     local best=("${three[@]}" "${cheap[@]}" --batch_size=3) blocks=("${three[@]}" --recompute=blocks)
-    local rows=4 of="small_"
+    local rows=4 of="small_" unsharded=("${three[@]}" "${cheap[@]}" --batch_size=2)
     if is_large; then
         best=("${eight[@]}" "${cheap[@]}" --batch_size=3) blocks=("${eight[@]}" --recompute=blocks) rows=8 of=""
         sweep of_7b cheap --model_variant=7b "${cheap[@]}" --batch_size=3
     fi
-    sweep "${of}one_rank" sharded_compiled "${best[@]}" --torchrun --sharding_strategy=fsdp
+    # of a small model: FSDP keeps gradients in memory of another stream, which activations cannot use
+    sweep "${of}without_fsdp" cheap "${unsharded[@]}"
+    sweep "${of}one_rank" sharded_compiled "${unsharded[@]}" --torchrun --sharding_strategy=fsdp
     sweep "${of}by_document" compiled_documents "${best[@]}" --document_mask=true
     sweep "${of}by_flash" flash "${best[@]}" --attn_impl=flash
     sweep "${of}long" cheap "${best[@]:0:2}" --batch_size=1 --seq_length=8192

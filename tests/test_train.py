@@ -126,7 +126,10 @@ PURE = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
 COUNTED = 'own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")'
 HOST = [
     ("train.py", COUNTED),
-    ("fsdp.py", 'if factor.device.type != "cpu" or factor != 1:'),  # of CPUs alone
+    (
+        "optimizers.py",
+        'if shards and (factor.device.type != "cpu" or factor != 1):',
+    ),  # of CPUs alone
 ]
 COUNT = (
     "sharded_optimizers.py",

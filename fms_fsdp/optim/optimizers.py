@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from fms_fsdp.config import FP32, NUM_BYTES, OptimConfig, Precision
 from fms_fsdp.config.flag import Flag, coerce
 from fms_fsdp.config.values import joined, must_be_one_of, shown
-from fms_fsdp.distributed.dtensor import local_shard
+from fms_fsdp.distributed.dtensor import local_shard, local_shards
 from fms_fsdp.errors import UserError, import_function
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params, num_params_by_unit
@@ -53,27 +53,37 @@ class Optimizers:
         for group in (group for each in self.optimizers for group in each.param_groups):
             group["base_lr"] = float(group["lr"])
 
-    def step(self, learning_rate: Callable[[float], float], grad_norm: torch.Tensor) -> None:
+    def step(
+        self,
+        learning_rate: Callable[[float], float],
+        grad_norm: torch.Tensor,
+        clip_factor: torch.Tensor | None = None,
+    ) -> None:
         """Updates the weights, unless `grad_norm` is not finite.
 
         Args:
             learning_rate: maps the base learning rate of a group to its learning rate in this step.
+            clip_factor: what the gradients are multiplied by before. On a GPU an optimizer that can does
+                it itself, in a GPU kernel that reads them anyway; others change them in place.
         """
         is_bad = ~torch.isfinite(grad_norm)
-        skips_on_host = not all(map(_skips_on_device, self.optimizers)) and bool(is_bad.item())
+        skips_on_host = not all(map(_is_fused, self.optimizers)) and bool(is_bad.item())
         for optimizer in self.optimizers:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            device, fused = params[0].device, cast(Any, optimizer) if _is_fused(optimizer) else None
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(learning_rate(group["base_lr"]))
                 else:
                     group["lr"] = learning_rate(group["base_lr"])
-            if _skips_on_device(
-                optimizer
-            ):  # the kernel reads the attribute that torch.amp.GradScaler sets
-                device = optimizer.param_groups[0]["params"][0].device
-                optimizer.found_inf = is_bad.to(device, torch.float32)  # type: ignore[attr-defined]
-                optimizer.step()
-            elif not skips_on_host:
+            if fused is not None:
+                fused.found_inf = is_bad.to(device, torch.float32)
+            if clip_factor is not None:
+                if fused is not None and device.type == "cuda":
+                    fused.grad_scale = 1 / clip_factor  # the optimizer divides by it
+                else:
+                    scale_gradients(params, clip_factor)
+            if fused is not None or not skips_on_host:
                 optimizer.step()
 
     def zero_grad(self) -> None:
@@ -113,9 +123,20 @@ class Optimizers:
             local_shard(value).copy_(local_shard(state[name]))
 
 
-def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer reads `found_inf` on the device, as fused ones do."""
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the optimizer reads `found_inf` and `grad_scale` on the device, the attributes
+    that torch.amp.GradScaler sets."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@torch.no_grad()
+def scale_gradients(params: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies gradients in place."""
+    shards = local_shards([param.grad for param in params if param.grad is not None])
+    factor = factor.to(params[0].device)
+    # On a CPU the comparison costs no sync and saves a pass over the gradients.
+    if shards and (factor.device.type != "cpu" or factor != 1):
+        torch._foreach_mul_(shards, factor)
 
 
 def build_optimizers(

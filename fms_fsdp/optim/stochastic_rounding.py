@@ -114,14 +114,15 @@ class RoundedAdamW(ShardedOptimizer):
 
     Every operation rounds once, so results do not depend on the sharding. `names` maps names to
     parameters. With `compiled` the update of a parameter is one kernel. Like torch's fused
-    optimizers it changes nothing if `found_inf` is set, on the device; the step count is corrected
-    when the next step begins.
+    optimizers it divides gradients by `grad_scale`, and changes nothing if `found_inf` is set, on the
+    device; the step count is corrected when the next step begins.
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
-    _step_supports_amp_scaling = True  # torch's name for: reads `found_inf` on the device
+    _step_supports_amp_scaling = True  # torch's name for: reads these two on the device
     found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None
     _last_found_inf: HostCopy | None = None
 
     def __init__(
@@ -175,6 +176,8 @@ class RoundedAdamW(ShardedOptimizer):
         moves, skips = torch.tensor(scalars, dtype=torch.float32).to(device, non_blocking=True)
         chosen = moves if self.found_inf is None else torch.where(self.found_inf > 0, skips, moves)
         numbers = [number.clone() for number in chosen]
+        if self.grad_scale is not None:
+            numbers.append(self.grad_scale)
         for param, state in zip(params, states, strict=True):
             kept = local_shards((param, state["exp_avg"], state["exp_avg_sq"], param.grad))
             key = derive_key(self._seed, step, self._hashes[param])
@@ -195,12 +198,15 @@ def adamw_update(
     """Updates a chunk of a weight and its moments in place; the gradient is overwritten.
 
     `numbers` are scalars: with one tensor of ten, compiled code would recompile for a chunk of ten
-    rows. A skipped step changes nothing to the last bit: rounding keeps bf16 values.
+    rows. An eleventh divides the gradient. A skipped step changes nothing to the last bit: rounding
+    keeps bf16 values.
     """
-    shrink, decay, beta1, rest1, beta2, rest2, root, eps, size, is_skipped = numbers
+    shrink, decay, beta1, rest1, beta2, rest2, root, eps, size, is_skipped, *scale = numbers
     weight, mean, square, grad = wide = [
         tensor.float() for tensor in tensors
     ]  # fp32 ones change in place
+    for divisor in scale:
+        grad.div_(divisor)
     grad.masked_fill_(is_skipped > 0, 0.0)  # it is not finite
     if decoupled:
         weight.mul_(shrink)

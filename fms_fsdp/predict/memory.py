@@ -257,9 +257,12 @@ def _expected(step: Step, place: int, optimizer_bytes: float) -> Memory:
         if config.pos_emb == "relative":  # its gradient, and what a layer adds to it
             masks = 2 * masks + micro
         kept += masks * compute * config.num_attention_heads // dims.tp * shape.seq_length**2
-    # Gradients of this step exist from the second micro-step on, and grow in the backward pass.
+    # Gradients of this step exist from the second micro-step on, and grow in the backward pass. Those of
+    # FSDP are in memory of another stream of the GPU, which activations cannot use before either.
     gradients = least.gradients
-    early = gradients if step.accum > 1 or dims.pp > 1 else 0
+    is_early = step.accum > 1 or dims.pp > 1
+    is_early |= dims.strategy != "none" and shape.device_type == "cuda" and not section.cpu_offload
+    early = gradients if is_early else 0
     full = max(early + kept + at_loss, early + kept + working, gradients + at_end)
     activations = int(min(kept, full - gradients))
     share = _ALLOCATOR[shape.device_type]

@@ -18,7 +18,8 @@ from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
+from fms_fsdp.optim.optimizers import scale_gradients
+from fms_fsdp.parallel.fsdp import clip_factor, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import mesh_of
@@ -152,7 +153,10 @@ def train(one: Case) -> tuple[str, list[float], list[float]]:
             loss_sum, _ = model(micro_tokens, micro_labels)
             (loss_sum * mesh.size("loss") / num_labels).backward()
             total += loss_sum.detach()
-        norms.append(clip_grad_norm(model.parameters(), 1.0, mesh).item())
+        norm, factor = clip_factor(model.parameters(), 1.0, mesh)
+        assert factor is not None
+        scale_gradients(list(model.parameters()), factor)
+        norms.append(norm.item())
         losses.append((mesh.sum(total, "world") / num_labels).item())
         optimizer.step()
         optimizer.zero_grad()

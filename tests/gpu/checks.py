@@ -101,13 +101,13 @@ def float8_products() -> None:
 
 
 def loss_scale_within_the_step() -> None:
-    """Clipping removes the loss scale, and kernels skip a step that overflows."""
+    """The kernel removes the loss scale, clips, and skips a step that overflows."""
     from fms_fsdp.config import OptimConfig, PrecisionConfig
     from fms_fsdp.distributed.axes import ParallelDims
     from fms_fsdp.distributed.mesh import Mesh
     from fms_fsdp.optim.loss_scale import LossScale
     from fms_fsdp.optim.optimizers import build_optimizers
-    from fms_fsdp.parallel.fsdp import clip_grad_norm
+    from fms_fsdp.parallel.fsdp import clip_factor
 
     device, alone, weights = torch.device(GPU), Mesh(ParallelDims("none"), 0, GPU), []
     for initial in (1.0, 0.0):
@@ -118,8 +118,8 @@ def loss_scale_within_the_step() -> None:
         optimizers = build_optimizers(OptimConfig(adam_eps=1.0), model)
         for size in (3.0, float("inf"), 0.1):
             model.weight.grad = torch.full((4, 4), size, device=GPU) * scale.scale
-            norm = clip_grad_norm(model.parameters(), 1.0, alone, scale.scale)
-            optimizers.step(lambda base: 0.1, norm)
+            norm, factor = clip_factor(model.parameters(), 1.0, alone, scale.scale)
+            optimizers.step(lambda base: 0.1, norm, factor)
             scale.update(norm)
         assert scale.scale == (initial or 2.0**15)
         weights.append(model.weight.detach())
@@ -165,6 +165,46 @@ def steps_that_wait_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def gradients_outlive_the_optimizer() -> None:
+    """Another stream needs the memory of sharded gradients that are freed while a kernel still reads them."""
+    import torch.distributed as dist
+
+    from fms_fsdp.config import ParallelConfig, Precision
+    from fms_fsdp.distributed.mesh import Mesh, plan_dims
+    from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.models.config import TransformerConfig
+    from fms_fsdp.parallel.fsdp import await_optimizer
+    from fms_fsdp.parallel.parallelize import parallelize
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel = ParallelConfig(sharding_strategy="fsdp", use_torch_compile=False)
+    mesh = Mesh(plan_dims(parallel, "", World(0, 0, 1, 1)), 0, GPU)
+    shape = TransformerConfig(4, 2048, 8192, 16, 16, 32_000, max_seq_len=128)
+    precision, device = Precision("bf16"), torch.device(GPU, 0)
+    model = parallelize(shape, parallel, mesh, device=device, precision=precision, seed=1)
+    rows = torch.randint(32_000, (1, 129), device=GPU)
+    model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())[0].backward()
+    busy, product = (torch.randn(8192, 8192, device=GPU) for _ in range(2))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # to take back memory of this stream torch would wait for it
+    for _ in range(50):
+        torch.mm(busy, busy, out=product)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 1  # after the products
+    await_optimizer(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 1.1 * size) / total)
+    other = torch.zeros(size, device=GPU, dtype=torch.uint8)
+    torch.cuda.synchronize()
+    assert not other.any()
+    dist.destroy_process_group()
+
+
 def compiled_rounding() -> None:
     """The compiled step of weights in bf16 against the plain one, with a bad step between, which changes
     nothing: means agree, and no number is further away than rounding takes it."""
@@ -183,7 +223,8 @@ def compiled_rounding() -> None:
             before = model.weight.detach().clone()
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter) * norm
-            optimizers.step(lambda base: base, torch.tensor(norm, device=GPU), 0.5)
+            factor = torch.tensor(0.5 * norm, device=GPU)
+            optimizers.step(lambda base: base, torch.tensor(norm, device=GPU), factor)
             assert torch.equal(before, model.weight) == (norm != norm)
         assert {state["step"].item() for state in optimizers.optimizers[0].state.values()} <= {3, 4}
         kept = optimizers.state_dict()

@@ -15,6 +15,7 @@ PARTS = (
     "float8_products",
     "loss_scale_within_the_step",
     "steps_that_wait_for_nothing",
+    "gradients_outlive_the_optimizer",
     "compiled_rounding",
 )
 

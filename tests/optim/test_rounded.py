@@ -28,7 +28,7 @@ from fms_fsdp.optim.stochastic_rounding import (
     random_bits,
     round_stochastically,
 )
-from fms_fsdp.parallel.fsdp import clip_grad_norm, set_gradient_sync
+from fms_fsdp.parallel.fsdp import clip_factor, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import DTYPES, cast_weights
 from tests.distributed.launch import run_ranks
@@ -141,7 +141,7 @@ def test_compiled_update_creates_no_indices() -> None:
         found.extend(str(node.target) for node in module.graph.nodes)
         return module
 
-    numbers = [torch.tensor(0.5) for _ in range(10)]
+    numbers = [torch.tensor(0.5) for _ in range(11)]
     part = [torch.rand(6, 5).bfloat16() for _ in range(4)]
     where = place(9, slice(3, 9), slice(0, 5))
     torch.compile(adamw_update, fullgraph=True, dynamic=True, backend=keep)(
@@ -199,6 +199,25 @@ def test_small_steps_accumulate_only_by_stochastic_rounding() -> None:
             model.weight.grad = torch.ones_like(model.weight)
             optimizers.step(lambda base: base, torch.tensor(1.0))
         assert 1 - model.weight.double().mean().item() == pytest.approx(moved, abs=3e-4)
+
+
+def test_gradients_are_divided_within_the_step() -> None:
+    """By a power of two the result is equal to the bit; a step that is skipped has a scale of NaN."""
+    found = []
+    for scale in (None, 4.0):
+        torch.manual_seed(0)
+        model = Model()
+        cast_weights(model, PURE)
+        optimizers = build_optimizers(section(), model, PURE, seed=3)
+        inner: Any = optimizers.optimizers[0]
+        for norm in (1.0, math.nan, 1.0):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter) * norm * (scale or 1)
+            inner.grad_scale = None if scale is None else torch.tensor(scale * norm)
+            optimizers.step(lambda base: base, torch.tensor(norm))
+        found.append(everything(model, optimizers))
+    plain, divided = found
+    assert all(torch.equal(plain[key], divided[key]) for key in plain)
 
 
 def test_seed_decides_the_bits() -> None:
@@ -299,7 +318,7 @@ def sums(strategy: str, sync: bool, gradients: str) -> str:
         whole = found.full_tensor() if isinstance(found, DTensor) else found
         expected += whole.float().square().sum()
         torch.testing.assert_close(found.float(), exact, rtol=2e-2, atol=2e-2)
-    norm = clip_grad_norm(parameters, 1.0, mesh)
+    norm, _ = clip_factor(parameters, 1.0, mesh)
     assert math.isclose(norm, expected.sqrt(), rel_tol=1e-5)
     return min(kinds, key=["fp32", "bf16", "rounded once"].index)
 

@@ -15,7 +15,7 @@ from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.float8 import _Float8Linear, _scaled_matmul
-from fms_fsdp.parallel.fsdp import clip_grad_norm
+from fms_fsdp.parallel.fsdp import clip_factor
 from fms_fsdp.parallel.layout import check_float8
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
@@ -148,8 +148,8 @@ def losses(nproc: int, precision: Precision) -> list[float]:
     for _ in range(20):
         loss_sum, _ = model(rows[:, :-1], rows[:, 1:])
         (loss_sum * nproc / 128).backward()
-        norm = clip_grad_norm(model.parameters(), 1.0, mesh)
-        optimizers.step(lambda base: 3e-4, norm)
+        norm, factor = clip_factor(model.parameters(), 1.0, mesh)
+        optimizers.step(lambda base: 3e-4, norm, factor)
         optimizers.zero_grad()
         found.append(mesh.sum(loss_sum.detach().clone(), "world").item() / 128)
     return found
