@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ def tokens_per_s(row: Published, reached: Mapping[str, Efficiency] = EFFICIENCY)
     """Returns the predicted tokens/s per device."""
     step, reach = row.step, reached[row.device.generation]
     assert step is not None
-    seconds = step_time(step, row.device, DEVICES_PER_NODE, reach, row.computed)
+    device = replace(row.device, gain=1.0)  # the rows are of other programs
+    seconds = step_time(step, device, DEVICES_PER_NODE, reach, row.computed)
     return step.tokens / sum(seconds.values()) / step.shape.dims.size("world")
 
 

@@ -21,7 +21,8 @@ GENERATIONS = ("ampere", "hopper")  # with efficiencies in speed.py
 @dataclass(frozen=True)
 class Device:
     """A device and its links; devices.toml explains the fields. `full_watts`: the power at which the
-    peak was stated, if this device is given less."""
+    peak was stated, if this device is given less. `gain`: how much faster this program was measured to
+    compute than the efficiencies of its generation say."""
 
     name: str
     memory_gib: float
@@ -33,6 +34,7 @@ class Device:
     source: str
     full_watts: float = 0.0
     generation: str = "hopper"
+    gain: float = 1.0
 
     @property
     def memory_bytes(self) -> int:

@@ -131,11 +131,9 @@ def _computing(
         _seen(shape) / reached.old_attention
     )
     fused = reached.fused if shape.compiled else 1
-    return [
-        ("matmuls", matmuls),
-        ("attention", attention / rate),
-        ("memory", total.moved["other"] * fused / bandwidth),
-    ]
+    memory = total.moved["other"] * fused / bandwidth
+    times = {"matmuls": matmuls, "attention": attention / rate, "memory": memory}
+    return [(name, seconds / device.gain) for name, seconds in times.items()]
 
 
 def _seen(shape: Shape) -> float:
