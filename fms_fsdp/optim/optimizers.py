@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,26 +64,26 @@ class Optimizers:
         Args:
             learning_rate: maps the base learning rate of a group to its learning rate in this step.
             clip_factor: what the gradients are multiplied by before. On a GPU an optimizer that can does
-                it itself, in a GPU kernel that reads them anyway; others change them in place.
+                it itself, in the kernel that reads them anyway; others change them in place.
         """
         is_bad = ~torch.isfinite(grad_norm)
         skips_on_host = not all(map(_is_fused, self.optimizers)) and bool(is_bad.item())
-        for optimizer in self.optimizers:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            device, fused = params[0].device, cast(Any, optimizer) if _is_fused(optimizer) else None
+        optimizers: list[Any] = self.optimizers
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(learning_rate(group["base_lr"]))
                 else:
                     group["lr"] = learning_rate(group["base_lr"])
-            if fused is not None:
-                fused.found_inf = is_bad.to(device, torch.float32)
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if is_fused := _is_fused(optimizer):
+                optimizer.found_inf = is_bad.to(params[0].device, torch.float32)
             if clip_factor is not None:
-                if fused is not None and device.type == "cuda":
-                    fused.grad_scale = 1 / clip_factor  # the optimizer divides by it
+                if is_fused and params[0].device.type == "cuda":
+                    optimizer.grad_scale = 1 / clip_factor  # it divides by this
                 else:
                     scale_gradients(params, clip_factor)
-            if fused is not None or not skips_on_host:
+            if is_fused or not skips_on_host:
                 optimizer.step()
 
     def zero_grad(self) -> None:
