@@ -37,7 +37,12 @@ ACTIVATE = "source .venv/bin/activate"
 PLACEHOLDERS = {"…", "...", "[flags]", "[RUN", "…]"}
 TRAINING = {"main_training.py", "main_training", "train.sh", "train.slurm", "my_training.py"}
 # the commands stay as printed: these variables make them short
-SHORT = {"NUM_STEPS": "2", "RUN_NAME": "docs", "PYTEST_ADDOPTS": "--collect-only"}
+SHORT = {
+    "NUM_STEPS": "2",
+    "RUN_NAME": "docs",
+    "PYTEST_ADDOPTS": "--collect-only",
+    "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache"),
+}
 
 
 class Block(NamedTuple):
