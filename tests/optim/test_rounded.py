@@ -390,13 +390,13 @@ def sequences(number: int) -> torch.Tensor:
     return rows
 
 
-def loss_after_500_steps(precision: Precision) -> float:
-    """Mean over the last 50."""
-    model = build_model(TransformerConfig(2, 64, 128, 4, 4, VOCAB, max_seq_len=32))
+def loss_after_300_steps(precision: Precision) -> float:
+    """Mean over the last 30."""
+    model = build_model(TransformerConfig(1, 64, 128, 4, 4, VOCAB, max_seq_len=32))
     init_weights(model, 1)
     cast_weights(model, precision)
     optimizers, losses = build_optimizers(section(rate=RATE), model, precision, seed=7), []
-    for number in range(1, 501):
+    for number in range(1, 301):
         rows = sequences(number)
         loss_sum, _ = model(rows[:, :-1], rows[:, 1:])
         (loss_sum / rows[:, 1:].numel()).backward()
@@ -404,7 +404,7 @@ def loss_after_500_steps(precision: Precision) -> float:
         optimizers.step(lambda base, share=share: base * share, torch.tensor(1.0))  # type: ignore[misc]
         optimizers.zero_grad()
         losses.append(loss_sum.item() / rows[:, 1:].numel())
-    return sum(losses[-50:]) / 50
+    return sum(losses[-30:]) / 30
 
 
 RATE = 3e-4
@@ -412,7 +412,7 @@ RATE = 3e-4
 
 @pytest.mark.slow
 def test_only_stochastic_rounding_learns_like_fp32() -> None:
-    expected = loss_after_500_steps(FP32)
-    by_chance, to_nearest = loss_after_500_steps(PURE), loss_after_500_steps(NEAREST)
+    expected = loss_after_300_steps(FP32)
+    by_chance, to_nearest = loss_after_300_steps(PURE), loss_after_300_steps(NEAREST)
     print(f"fp32 {expected:.4f}, by chance {by_chance:.4f}, to nearest {to_nearest:.4f}")
-    assert abs(by_chance / expected - 1) <= 0.02 and to_nearest / expected - 1 > 0.04
+    assert abs(by_chance / expected - 1) <= 0.01 and to_nearest / expected - 1 > 0.04

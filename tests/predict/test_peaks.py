@@ -52,22 +52,24 @@ FSDP, ZERO1, HALF = (
     dict(recompute="blocks", selective_checkpointing="1/2"),
 )
 CASES: dict[str, dict[str, Any]] = {
-    "activations in bf16": dict(config=SLIM, rows=40, length=300, precision="bf16"),
-    "gpt": dict(config=GPT, rows=56, length=512),
-    "half of the blocks": dict(config=SLIM | dict(num_layers=16), rows=36, length=512, flags=HALF),
+    "activations in bf16": dict(
+        config=SLIM | dict(num_layers=6), rows=20, length=300, precision="bf16"
+    ),
+    "gpt": dict(config=GPT, rows=28, length=512),
+    "half of the blocks": dict(config=SLIM | dict(num_layers=16), rows=20, length=512, flags=HALF),
     "operations": dict(
         config=SLIM | dict(num_layers=16),
-        rows=44,
+        rows=24,
         length=512,
         flags=dict(recompute="ops"),
         precision="fp32",
     ),
     "micro-steps": dict(config=WIDE, rows=1, length=64, accum=2),
-    "fsdp": dict(config=WIDE | dict(num_layers=12), rows=1, length=64, world=2, flags=FSDP),
+    "fsdp": dict(config=WIDE | dict(num_layers=6), rows=1, length=32, world=2, flags=FSDP),
     "zero1 in bf16": dict(
-        config=WIDE | dict(num_layers=4),
+        config=WIDE | dict(num_layers=4, vocab_size=8000),
         rows=1,
-        length=32,
+        length=16,
         accum=2,
         precision="bf16",
         world=2,
@@ -99,8 +101,8 @@ def test_peak_memory_is_predicted(name: str, tmp_path: Path) -> None:
     assert all(rank.returncode == 0 for rank in ranks)
     grown, expected = json.loads(texts[0].splitlines()[-1])
     print(f"{name}: predicted {expected / 2**20:.0f} MiB, measured {grown / 2**20:.0f}")
-    # Without native bf16 a CPU takes minutes to fill 2 GiB.
-    assert grown > (2**29 if case.get("precision") == "bf16" else 2**31)
+    # Without native bf16 a CPU takes minutes to fill 1 GiB.
+    assert grown > (2**28 if case.get("precision") == "bf16" else 2**30)
     # The allocator's growth varies, and on a busy machine the kernel may reclaim pages.
     assert 0.8 * grown <= expected <= 1.25 * grown
 
