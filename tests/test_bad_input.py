@@ -20,6 +20,7 @@ from fms_fsdp.distributed.runtime import World, set_up_log
 from fms_fsdp.errors import UserError
 from fms_fsdp.run.stop import job_end
 from fms_fsdp.state import RunConfig
+from tests.cases import cases
 from tests.cli import ROOT
 from tests.fresh import copy_tracked
 from tests.specs import planned
@@ -351,16 +352,14 @@ def test_bad_input_of_script_leaves_no_folder(empty: Path) -> None:
         assert sorted(path for path in empty.rglob("*") if path.name != ".setup.lock") == before
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--no_such=1 --tokenizer=byte", "--no_such is not a flag"),
-        ("--tokenizer=nowhere.model", "nowhere.model"),
-        ("", "tokenizer"),
-        ("--tokenizer=byte --split=1,-1", "--split"),
-        ("--tokenizer=byte --input=nowhere", "nowhere"),
-    ],
-)
+@cases("""
+    flags | words
+    --no_such=1 --tokenizer=byte | --no_such is not a flag
+    --tokenizer=nowhere.model | nowhere.model
+     | tokenizer
+    --tokenizer=byte --split=1,-1 | --split
+    --tokenizer=byte --input=nowhere | nowhere
+""")
 def test_bad_input_of_prepare_leaves_no_folder(text: Path, flags: str, words: str) -> None:
     source = [] if "--input" in flags else ["--input=in"]
     argv = ["prepare", *source, "--output=out/deep", *flags.split()]

@@ -24,6 +24,7 @@ from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
 from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
+from tests.cases import cases
 from tests.cli import last_of_each, metrics, run, trained
 from tests.warm import COMMANDS, launch
 
@@ -221,15 +222,13 @@ def test_offline_prints_a_table_of_any_source(corpus: Path, whole: Path) -> None
     assert float(lines[0][2]) < math.log(258)
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--path=/none", "--path (/none) must hold a complete checkpoint"),
-        ("--step=3", "of step 3"),
-        ("--data_path=/none", "/none"),
-        ("--eval_datasets=dox", "--eval_datasets=dox is not a folder with files in"),
-    ],
-)
+@cases("""
+    flag | message
+    --path=/none | --path (/none) must hold a complete checkpoint
+    --step=3 | of step 3
+    --data_path=/none | /none
+    --eval_datasets=dox | --eval_datasets=dox is not a folder with files in
+""")
 def test_offline_bad_input_is_one_line(
     whole: Path, flag: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ from fms_fsdp.config.values import did_you_mean, format_bytes, plain
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import VARIANTS, resolve_model
 from fms_fsdp.tools.flags_page import markdown
+from tests.cases import cases
 from tests.warm import ROOT, launch
 
 
@@ -75,28 +76,26 @@ def test_flag_has_the_type_of_its_field(argument: str, value: Any) -> None:
     assert read == value and type(read) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--model_varient=7b", "--model_varient is not a flag; did you mean --model_variant?"),
-        ("--sharding_strategy=fdsp", "did you mean fsdp?"),
-        ("--batch_size=1.5", "--batch_size=1.5 must be an integer"),
-        ("--batch_size=0", "--batch_size=0 must be at least 1"),
-        ("--learning_rate=nan", "--learning_rate=nan must be a number"),
-        ("--use_profiler=maybe", "--use_profiler=maybe must be true or false"),
-        ("--seq_length=64 stray", "stray is not a flag"),
-        ("--selective_checkpointing=3", "write 1/3 or every:3"),
-        ("--selective_checkpointing=0", "--fsdp_activation_checkpointing=False"),
-        ("--datasets=a,b --weights=1", "1 weights for 2 datasets"),
-        ("--datasets=a,b --weights=1,-2", "--weights=-2 must be at least 0"),
-        ("--datasets=a,a", "must name each source once; remove the second a"),
-        ("--config=no_such_file", "preset: bench, continue, gpt3_13b"),
-        ("--load_model_only=True", "--ckpt_load_path"),
-        ("--config_dir=there", "--config_dir=there has no effect without --config"),
-        ("--seq-length", "--seq_length requires a value; write --seq_length=VALUE"),
-        ("--nomodel_variant", "--model_variant requires a value"),
-    ],
-)
+@cases("""
+    argv | message
+    --model_varient=7b | --model_varient is not a flag; did you mean --model_variant?
+    --sharding_strategy=fdsp | did you mean fsdp?
+    --batch_size=1.5 | --batch_size=1.5 must be an integer
+    --batch_size=0 | --batch_size=0 must be at least 1
+    --learning_rate=nan | --learning_rate=nan must be a number
+    --use_profiler=maybe | --use_profiler=maybe must be true or false
+    --seq_length=64 stray | stray is not a flag
+    --selective_checkpointing=3 | write 1/3 or every:3
+    --selective_checkpointing=0 | --fsdp_activation_checkpointing=False
+    --datasets=a,b --weights=1 | 1 weights for 2 datasets
+    --datasets=a,b --weights=1,-2 | --weights=-2 must be at least 0
+    --datasets=a,a | must name each source once; remove the second a
+    --config=no_such_file | preset: bench, continue, gpt3_13b
+    --load_model_only=True | --ckpt_load_path
+    --config_dir=there | --config_dir=there has no effect without --config
+    --seq-length | --seq_length requires a value; write --seq_length=VALUE
+    --nomodel_variant | --model_variant requires a value
+""")
 def test_wrong_flag_is_one_line_with_fix(argv: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(*argv.split())
@@ -223,28 +222,29 @@ def test_removed_flags_of_a_config_pass_at_their_defaults(
             parse(f"--config={path}")
 
 
-@pytest.mark.parametrize(
-    ("command", "argument", "hint"),
-    [
-        ("estimate", "--devices=h100", "did you mean --device or --devices_per_node?"),
-        ("estimate", "--lr=1", "write --learning_rate"),
-        ("generate", "--model=a", "write --path"),
-        ("generate", "--min_p=1", "it was removed"),
-        ("export", "--colour=a", "--help=all lists all flags"),
-        ("ckpt prune", "--keep_last_n=3", "it was removed"),
-        ("train", "--optimizer.lr=1", "write --learning_rate"),
-    ],
-)
+@cases("""
+    command    | argument         | hint
+    estimate   | --devices=h100   | did you mean --device or --devices_per_node?
+    estimate   | --lr=1           | write --learning_rate
+    generate   | --model=a        | write --path
+    generate   | --min_p=1        | it was removed
+    export     | --colour=a       | --help=all lists all flags
+    ckpt prune | --keep_last_n=3  | it was removed
+    train      | --optimizer.lr=1 | write --learning_rate
+""")
 def test_unknown_flag_suggests_own_flags_first(command: str, argument: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_flags(config_type_of(command), [argument], f"fms-fsdp {command}")
     assert f"{argument.partition('=')[0]} is not a flag; {hint}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [("h100", "h100_80gb or h100_pcie"), ("h20", "h200"), ("h210", "h200"), ("x", "")],
-)
+@cases("""
+    word | hint
+    h100 | h100_80gb or h100_pcie
+    h20  | h200
+    h210 | h200
+    x    |
+""")
 def test_prefix_beats_edit_distance(word: str, hint: str) -> None:
     known = ["h200", "h100_80gb", "h100_pcie"]
     assert did_you_mean(known, word, cutoff=0.4) == (f"; did you mean {hint}?" if hint else "")
@@ -485,10 +485,12 @@ def test_config_file_and_its_paths_expand_home(argv: str, home: Path) -> None:
     assert parse(*argv.split()).log.output_dir == f"{home}/a"
 
 
-@pytest.mark.parametrize(
-    ("command", "name", "others"),
-    [("train", "data_path", ""), ("train", "output_dir", ""), ("import", "path", "--output=b")],
-)
+@cases("""
+    command | name       | others
+    train   | data_path  |
+    train   | output_dir |
+    import  | path       | --output=b
+""")
 def test_paths_with_unexpanded_variables_are_rejected(command: str, name: str, others: str) -> None:
     """A folder named $RUNS appeared."""
     with pytest.raises(UserError, match=rf"^[^\n]*--{name}=\$RUNS[^\n]*$"):

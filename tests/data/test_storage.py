@@ -18,6 +18,7 @@ from pyarrow import fs
 from fms_fsdp.data import storage
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.storage import PAGE, Storage, max_open_files
+from tests.cases import cases
 from tests.data.corpora import Files, write_corpus
 
 SIZES = {"web": [90_000, 300, 40_000], "lang=en/dataset=code": [50_000]}
@@ -205,15 +206,13 @@ def test_failed_reads_are_retried_and_named(
         assert store.num_reads == 1
 
 
-@pytest.mark.parametrize(
-    ("uri", "text"),
-    [
-        ("ftp://host/x", "ftp://host/x must be a folder or begin with one of s3://"),
-        ("az://container/x", "cannot be listed"),
-        ("gs://", "must name a bucket"),
-        ("s3:///folder", "must name a bucket"),
-    ],
-)
+@cases("""
+    uri | text
+    ftp://host/x | ftp://host/x must be a folder or begin with one of s3://
+    az://container/x | cannot be listed
+    gs:// | must name a bucket
+    s3:///folder | must name a bucket
+""")
 def test_wrong_uri_is_rejected(uri: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
     with pytest.raises((ValueError, OSError), match=f"^--data_path=.*{text}") as caught:

@@ -26,6 +26,7 @@ from fms_fsdp.run.setup import plan_run
 from fms_fsdp.run.startup_log import describe
 from fms_fsdp.state import RunConfig, TrainMetadata, read_run_config
 from fms_fsdp.tools.estimate import EstimateConfig
+from tests.cases import cases
 from tests.cli import TINY, trained
 from tests.distributed.launch import run_ranks
 from tests.specs import FRESH, budget, planned
@@ -239,22 +240,14 @@ def test_run_config_records_choices() -> None:
     assert read_run_config(content, "config.json").chosen == {}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--batch_size=autox", "--batch_size=autox must be an integer such as .* or auto"),
-        ("--recompute=autox", "did you mean auto?"),
-        (
-            "--batch_size=auto --grad_accum_steps=2 --global_batch_size=8",
-            "--batch_size=auto cannot be used .*; remove --grad_accum_steps",
-        ),
-        (
-            "--recompute=auto --selective_checkpointing=1/2",
-            "has no effect without --recompute=blocks",
-        ),
-        ("--recompute=auto --fsdp_activation_checkpointing=True", "cannot be used together"),
-    ],
-)
+@cases("""
+    flags | message
+    --batch_size=autox | --batch_size=autox must be an integer such as .* or auto
+    --recompute=autox | did you mean auto?
+    --batch_size=auto --grad_accum_steps=2 --global_batch_size=8 | --batch_size=auto cannot be used .*; remove --grad_accum_steps
+    --recompute=auto --selective_checkpointing=1/2 | has no effect without --recompute=blocks
+    --recompute=auto --fsdp_activation_checkpointing=True | cannot be used together
+""")
 def test_auto_without_a_choice_is_rejected(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_flags(TrainConfig, flags.split())

@@ -15,20 +15,19 @@ from fms_fsdp.state import located_sections, working_folder
 from fms_fsdp.tools.inspect import open_run_data
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from fms_fsdp.tools.report import load_run
+from tests.cases import cases
 from tests.cli import metrics
 from tests.warm import command, launch
 
 
-@pytest.mark.parametrize(
-    ("typed", "joined"),
-    [
-        ("data/tokens", "/home/me/data/tokens"),
-        ("../tokens", "/home/me/../tokens"),
-        ("/abs/tokens", "/abs/tokens"),
-        ("s3://bucket/tokens?region=x", "s3://bucket/tokens?region=x"),
-        ("", ""),
-    ],
-)
+@cases("""
+    typed | joined
+    data/tokens | /home/me/data/tokens
+    ../tokens | /home/me/../tokens
+    /abs/tokens | /abs/tokens
+    s3://bucket/tokens?region=x | s3://bucket/tokens?region=x
+     |
+""")
 def test_relative_paths_are_joined_to_the_runs_working_folder(typed: str, joined: str) -> None:
     config = as_dict(
         TrainConfig(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import cases
 from tests.scripts.conftest import ROOT, environment, wait_for
 
 HAS_HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
@@ -141,16 +142,14 @@ def test_contradicting_flags_of_the_user_are_rejected(repo: Path) -> None:
     assert train(repo, "--num_tokens=1M", "--num_steps=5").returncode == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "dropped"),
-    [
-        ("--batch-size=4", "--batch_size"),
-        ("-batch-size 4", "--batch_size"),
-        ("--datasets=stdlib", "--weights"),
-        ("--checkpoint-schedule 5", "--checkpoint_interval"),
-        ("--output_dir runs/mine", "--run_name"),
-    ],
-)
+@cases("""
+    given | dropped
+    --batch-size=4 | --batch_size
+    -batch-size 4 | --batch_size
+    --datasets=stdlib | --weights
+    --checkpoint-schedule 5 | --checkpoint_interval
+    --output_dir runs/mine | --run_name
+""")
 def test_flag_in_any_spelling_is_passed_once(repo: Path, given: str, dropped: str) -> None:
     """Twice with two values is an error."""
     ended = train(repo, *given.split(), RUN_NAME="job-7")

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from fms_fsdp import load_model
 from fms_fsdp.__main__ import main
+from tests.cases import cases
 
 SHAPE = "--num_layers=2 --hidden_size=64 --ffn_hidden_size=160 --num_attention_heads=4 --num_kv_heads=2".split()
 SHAPE.append("--rope_theta=500")
@@ -104,18 +105,16 @@ class Code:
         return Path.touch, (Path("ran"),)
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        ("--num_layers=3", "weight model.layers.2.input_layernorm.weight is missing"),
-        ("--num_layers=1", "layers.1.input_layernorm.weight is not part of this model"),
-        ("--ffn_hidden_size=176", "must be of (352, 64), not (320, 64); give the flags"),
-        ("--num_kv_heads=4", "must be of (192, 64), not (128, 64); give the flags"),
-        ("--path=code.pth", "there is no model_state of weights alone"),
-        ("--path=absent.pth", "does not exist; name a checkpoint"),
-        ("--path=hf", "is read in place: --init_from_hf"),
-    ],
-)
+@cases("""
+    flags | text
+    --num_layers=3 | weight model.layers.2.input_layernorm.weight is missing
+    --num_layers=1 | layers.1.input_layernorm.weight is not part of this model
+    --ffn_hidden_size=176 | must be of (352, 64), not (320, 64); give the flags
+    --num_kv_heads=4 | must be of (192, 64), not (128, 64); give the flags
+    --path=code.pth | there is no model_state of weights alone
+    --path=absent.pth | does not exist; name a checkpoint
+    --path=hf | is read in place: --init_from_hf
+""")
 def test_other_checkpoint_is_rejected(
     tmp_path: Path,
     flags: str,

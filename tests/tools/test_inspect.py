@@ -26,6 +26,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.resume import choose_checkpoint
 from fms_fsdp.state import TrainMetadata, read_run_config
 from fms_fsdp.tools.inspect import RunData, open_run_data
+from tests.cases import cases
 from tests.checkpoint.signing import sign
 from tests.data.corpora import VOCAB, Files, write_corpus, write_counts, write_lists
 from tests.specs import resolved
@@ -171,17 +172,15 @@ def test_step_shows_the_text_of_documents(
     assert max(map(len, printed.splitlines())) < 110
 
 
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        ("--step=1", "--run and --step are required"),
-        ("--run=nowhere --step=1", "--run=nowhere must be a run directory with config.json"),
-        ("--run={run} --step=1 --rows=3:9", "--rows=3:9 must be a:b with 0 <= a < b <= 4"),
-        ("--run={run} --step=1 --text", "--text requires a tokenizer in"),
-        ("--run={run} --step=1 --data_path=nowhere", "--data_path=nowhere is not a folder"),
-        ("--run={tmp} --step=1", "has a config.json that cannot be read"),
-    ],
-)
+@cases("""
+    argv | text
+    --step=1 | --run and --step are required
+    --run=nowhere --step=1 | --run=nowhere must be a run directory with config.json
+    --run={run} --step=1 --rows=3:9 | --rows=3:9 must be a:b with 0 <= a < b <= 4
+    --run={run} --step=1 --text | --text requires a tokenizer in
+    --run={run} --step=1 --data_path=nowhere | --data_path=nowhere is not a folder
+    --run={tmp} --step=1 | has a config.json that cannot be read
+""")
 def test_bad_input_is_one_line(
     run: tuple[Path, list[int]],
     tmp_path: Path,
