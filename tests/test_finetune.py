@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fms_fsdp
+from fms_fsdp.__main__ import main
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.stream import build_stream
@@ -65,10 +67,39 @@ def by_hand(run_folder: Path, data: Path) -> tuple[float, int]:
     return loss.item(), int(is_response.sum())
 
 
-@pytest.mark.parametrize("flag", ["--sharding_strategy=ddp", "--cp_size=2"])
-def test_loss_is_that_of_responses(corpus: Path, tmp_path: Path, flag: str) -> None:
+def test_only_sources_with_prompts_have_masks(corpus: Path) -> None:
+    for name, has_masks, dtype in (("qa", b"true", b"uint32"), ("plain", None, b"uint16")):
+        metadata = pa.ipc.open_file(corpus / name / "shard-00000.arrow").schema.metadata
+        assert (metadata.get(b"has_masks"), metadata[b"dtype"]) == (has_masks, dtype)
+    assert main(["inspect", "verify", f"--data_path={corpus}"]) == 0
+
+
+def test_records_without_prompt_are_malformed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = '{"prompt": "a", "text": "b"}\n{"text": "b"}\n{"prompt": 3, "text": "b"}\n'
+    (tmp_path / "some.jsonl").write_text(records + '{"prompt": "a", "text": ""}\n')
+    (tmp_path / "page.txt").write_text("only text")
+    flags = [
+        f"--output={tmp_path}/out",
+        "--prompt_key=prompt",
+        "--tokenizer=byte",
+        "--num_workers=1",
+    ]
+    assert main(["prepare", f"--input={tmp_path}/some.jsonl", *flags]) == 0
+    out = capsys.readouterr().out
+    for reason in ("'prompt' is missing", "'prompt' is not a string", "'text' is empty"):
+        assert f"key {reason}" in out
+    assert main(["prepare", f"--input={tmp_path}/page.txt", *flags]) == 2
+    assert "--prompt_key=prompt requires records" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flag"), [(0, "--seed=2023"), (2, "--sharding_strategy=ddp"), (2, "--cp_size=2")]
+)
+def test_loss_is_that_of_responses(corpus: Path, tmp_path: Path, nproc: int, flag: str) -> None:
     flags = (*FLAGS, *STEPS, "--batch_size=2", flag)
-    trained(*flags, f"--data_path={corpus}", f"--output_dir={tmp_path}", nproc=2)
+    trained(*flags, f"--data_path={corpus}", f"--output_dir={tmp_path}", nproc=nproc)
     loss, count = by_hand(tmp_path, corpus)
     assert 8 * SEQ / 4 < count < 8 * SEQ
     assert metrics(tmp_path)[2]["loss"] == pytest.approx(loss, rel=1e-6)

@@ -19,7 +19,6 @@ import torch
 from fms_fsdp.__main__ import COMMANDS, find_command
 from fms_fsdp.__main__ import main as run_command
 from fms_fsdp.config import (
-    BatchPlan,
     TrainConfig,
     TrainingConfig,
     as_dict,
@@ -299,27 +298,6 @@ def test_closed_pipe_causes_no_error(command: str) -> None:
         timeout=300,
     )
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
-
-
-@pytest.mark.parametrize(
-    ("rows", "accum", "total", "saved", "expected"),
-    [
-        (None, None, None, None, (2, 1)),
-        (4, None, 32, None, (4, 2)),
-        (None, 2, 32, None, (4, 2)),
-        (None, None, 12, None, (1, 3)),
-        (16, None, None, BatchPlan(8, 4, 1), (8, 1)),
-        (5, None, None, BatchPlan(8, 4, 1), (4, 2)),
-        (None, 4, None, BatchPlan(8, 4, 1), (2, 4)),
-    ],
-)
-def test_batch_sizes_determine_one_another(
-    rows: int | None, accum: int | None, total: int | None, saved: BatchPlan | None, expected: Any
-) -> None:
-    """A resumed run keeps its global batch."""
-    section = TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total)
-    plan = plan_batch(section, 4, saved)
-    assert (plan.batch_size, plan.grad_accum_steps) == expected
 
 
 @pytest.mark.parametrize(

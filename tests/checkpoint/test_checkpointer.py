@@ -283,17 +283,6 @@ def test_corrupt_folder_of_same_step_is_renamed(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == [(tmp_path / "step_4.damaged-1", "damaged")]
 
 
-def test_half_deleted_checkpoint_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The deletion is killed right after the rename."""
-    saved(tmp_path, 1)
-    monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors=False: None)
-    delete(tmp_path / "step_1")
-    assert complete_steps(tmp_path) == []
-    assert leftovers(tmp_path) == [(tmp_path / "step_1.deleted", "deleted")]
-
-
 class Bomb:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, ("touch exploded",)

@@ -18,22 +18,16 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.run.startup_log import save_estimates
 from fms_fsdp.state import TrainMetadata
+from tests.checkpoint.signing import flip_a_bit
 from tests.checkpoint.test_checkpointer import is_bad, made, manager_of, saved, shape
 from tests.cli import TINY, metrics, run, status, trained
 from tests.specs import budget, resolved
 
 
-def flip(path: Path, place: int) -> None:
-    """Changes one byte of a file."""
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
 def test_skipped_checkpoints_do_not_count(tmp_path: Path) -> None:
     """Step 30 is damaged in a way that sizes do not tell; the launch went on from 20, and wrote 25."""
     saved(tmp_path, 10, 20, 25, 30)
-    flip(tmp_path / "step_30" / "__0_0.distcp", 3000)
+    flip_a_bit(tmp_path / "step_30" / "__0_0.distcp")
     assert complete_steps(tmp_path) == [10, 20, 25, 30] and is_bad(tmp_path / "step_30")
     assert left_of(tmp_path, 2) == [20, 25, 30] and left_of(tmp_path, 1) == [25, 30]
 

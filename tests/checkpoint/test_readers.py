@@ -14,6 +14,7 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, CorruptCheckpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
+from tests.checkpoint.signing import flip_a_bit
 from tests.checkpoint.test_checkpointer import made, saved
 
 
@@ -59,10 +60,7 @@ def test_deleted_checkpoint_is_not_corrupt(run: Path, capsys: Any) -> None:
 def test_load_tells_deleted_and_corrupt_apart(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     model, optimizers = made(1)
-    file = tmp_path / "step_1" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[5000] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(tmp_path / "step_1" / "__0_0.distcp")
     with pytest.raises(CorruptCheckpoint, match="its checksum is wrong"):
         load_checkpoint(tmp_path / "step_1", model, optimizers, is_alone=True)
     with pytest.raises(CheckpointDeleted, match="--keep_steps=3"):

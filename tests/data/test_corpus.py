@@ -9,9 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from fms_fsdp.config import DataConfig, TrainConfig
 from fms_fsdp.data.corpus import open_corpus
-from fms_fsdp.errors import UserError
 from tests.data.corpora import SEP, Files, write_corpus, write_counts, write_lists, write_scalars
 
 SIZES = {"web": [3000, 2000], "code": [1500]}
@@ -83,12 +81,8 @@ def test_folder_without_shards_is_rejected(files: Files, tmp_path: Path) -> None
 
 def test_shard_unlike_its_counts_is_rejected(files: Files) -> None:
     path = files.root / "web" / "shard-00001.arrow"
-    whole = path.read_bytes()
-    for size in (0, len(whole) // 2):
-        path.write_bytes(whole[:size])
-        check_rejected(
-            files, "shard web/shard-00001.arrow is not a complete Arrow IPC file; restore"
-        )
+    path.write_bytes(b"")
+    check_rejected(files, "shard web/shard-00001.arrow is not a complete Arrow IPC file; restore")
     write_lists(path, DOCUMENTS)
     check_rejected(files, r"has 2 documents and 70 tokens, but the counts file says \d+ and \d+")
     path.unlink()
@@ -101,12 +95,6 @@ def test_batch_must_be_divisible_by_ranks(files: Files) -> None:
     match = r"--global_batch_size=12 must be divisible by 5 .*; use 10 or 15"
     with pytest.raises(ValueError, match=match):
         files.stream(12, 0, 5, seq_length=64)
-
-
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, -1.0)])
-def test_wrong_weights_are_rejected(weights: tuple[float, ...]) -> None:
-    with pytest.raises(UserError, match="^--weights"):
-        TrainConfig(data=DataConfig(datasets=("web", "code"), weights=weights))
 
 
 def test_sources_share_vocabulary_and_tokenizer(files: Files, tmp_path: Path) -> None:

@@ -81,18 +81,6 @@ def section(**flags: Any) -> TrainingConfig:
     return TrainingConfig(**flags)
 
 
-def test_micro_batches_divide_every_batch() -> None:
-    for start, ranks, micro_batch, steps in ((3, 1, 1, 24), (4, 2, 2, 6)):
-        flags = section(global_batch_size=24, rampup_batch_size=(start, start, 100))
-        plan = plan_batch(flags, ranks)
-        assert (plan.batch_size, plan.grad_accum_steps) == (micro_batch, steps)
-        assert plan.rampup == (start, start, 100)
-    resumed = section(rampup_batch_size=(4, 4, 100))
-    for ranks, micro_batch in ((1, 4), (2, 2), (4, 1)):
-        plan = plan_batch(resumed, ranks, BatchPlan(12, 2, 1))
-        assert (plan.batch_size, plan.global_batch_size) == (micro_batch, 24)
-
-
 def test_rounded_batches_do_not_depend_on_ranks() -> None:
     flags = {"global_batch_size": 24, "rampup_batch_size": (3, 3, 100)}
     rounded = section(**flags, rampup_round=8, batch_size=4)

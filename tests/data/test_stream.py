@@ -174,13 +174,6 @@ def test_skip_steps_skips_the_planned_sequences(files: Files) -> None:
     assert sum(v["tokens"] for v in s.consumption(10).values()) == 10 * 4 * 32
 
 
-def test_ramp_changes_only_the_batch_size(files: Files) -> None:
-    s = files.stream(12, seq_length=32, rampup=(4, 4, 40), datasets=("web",))
-    sizes = [len(s.batch_at(t).tokens_BS) for t in range(1, 12)]
-    assert sizes[0] == 4 and sizes[-1] == 12 and sizes == sorted(sizes)
-    assert sorted(n for _, n in keys(s, 1, 11)) == list(range(sum(sizes)))
-
-
 def test_max_epochs_ends_at_a_known_step(files: Files) -> None:
     s = files.stream(4, seq_length=64, datasets=("web", "tiny"), weights=(1.0, 1.0), max_epochs=2.0)
     rows = files.num_tokens("tiny") // 64

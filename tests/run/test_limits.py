@@ -107,15 +107,6 @@ def test_the_stop_file_is_seen_by_rank_0_alone_and_ends_the_launch(tmp_path: Pat
     assert stepped(limits(tmp_path), beginning()) == f"stopped by the file {tmp_path / 'STOP'}"
 
 
-def test_a_signal_and_records_that_cannot_be_written_end_the_launch(tmp_path: Path) -> None:
-    ends, progress = limits(tmp_path), beginning()
-    assert stepped(ends, progress) == "" and ends.signals.can_save
-    ends.signals.name = "SIGTERM"
-    assert stepped(ends, progress) == "stopped by SIGTERM"
-    progress.record_error = "metrics.jsonl cannot be written: No space left on device"
-    assert stepped(ends, progress) == progress.record_error
-
-
 def test_the_second_interrupt_ends_the_launch_at_once_and_the_first_does_not() -> None:
     heard = StopSignals.__new__(StopSignals)  # the whole one would take the signals of this process
     heard._interrupts = 0

@@ -30,6 +30,7 @@ from fms_fsdp.run.resume import (
 )
 from fms_fsdp.run.setup import find_corpus, open_stream
 from fms_fsdp.state import RunConfig, TrainMetadata
+from tests.checkpoint.signing import flip_a_bit
 from tests.cli import (
     ROOT,
     TINY,
@@ -62,19 +63,11 @@ def argv(folder: Path, *more: str) -> list[str]:
     return last_of_each([*TINY, "--checkpoint_interval=2", f"--output_dir={folder}", *more])
 
 
-def flip_a_bit(checkpoint: Path) -> None:
-    """In the middle of its tensors."""
-    file = next(checkpoint.glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def test_resume_skips_corrupt_checkpoints(whole: Path, copy: Path) -> None:
     """The size of a cut file shows before any work, a flipped bit only when it is loaded."""
     folder = copy / "checkpoints"
     os.truncate(folder / "step_8" / "__0_0.distcp", 1000)
-    flip_a_bit(folder / "step_6")
+    flip_a_bit(folder / "step_6" / "__0_0.distcp")
     output = trained(*argv(copy, "--num_steps=8"))
     assert "skipped step_8: __0_0.distcp has 1,000 bytes" in output
     assert "step_6, which is corrupt: __0_0.distcp is corrupt: its checksum is wrong" in output
@@ -87,7 +80,7 @@ def test_resume_skips_corrupt_checkpoints(whole: Path, copy: Path) -> None:
 def test_corrupt_checkpoints_never_mean_a_fresh_start(copy: Path) -> None:
     for step in (4, 6, 8):
         (copy / "checkpoints" / f"step_{step}" / "files.json").unlink()
-    flip_a_bit(copy / "checkpoints" / "step_2")
+    flip_a_bit(copy / "checkpoints" / "step_2" / "__0_0.distcp")
     for _ in range(2):  # the first launch renames it
         result = run(*argv(copy, "--num_steps=9"))
         assert result.returncode == 2 and "no usable checkpoint" in result.stderr

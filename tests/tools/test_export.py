@@ -23,6 +23,7 @@ from fms_fsdp.data.tokenizer import load_tokenizer
 from fms_fsdp.hf.tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.tools.prepare.command import train_sentencepiece
+from tests.checkpoint.signing import flip_a_bit
 from tests.cli import CORPUS, ROOT, TINY, trained
 from tests.warm import COMMANDS, running
 
@@ -101,9 +102,7 @@ def test_failed_export_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     run, output = f"--path={make(tmp_path / 'run')}", f"--output={tmp_path}/hf"
     (tmp_path / "taken").mkdir()
     (file,) = (tmp_path / "run/checkpoints/step_2").glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(file)
     for flags, text in (
         ((run, f"--output={tmp_path}/taken"), "must not exist; choose another"),
         ((run,), "--output is missing"),
