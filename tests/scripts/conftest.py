@@ -77,6 +77,19 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "PYTHON": sys.executable, "NPROC_PER_NODE": "1", "LC_ALL": "C", **changes}
 
 
+def fake_python3(folder: Path, install: str) -> str:
+    """A PATH whose python3 makes environments, has no packages, and runs `install` in place of pip."""
+    folder.mkdir()
+    (folder / "python3").write_text(
+        "#!/bin/bash\n"
+        'if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0; fi\n'
+        f'if [[ "$1 $2 $3" == "-m pip install" ]]; then {install}; exit 3; fi\n'
+        '[[ "$1" == "-c" && "$2" == *version_info* && $# == 2 ]]\n'
+    )
+    (folder / "python3").chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
 def wait_for(path: Path, patience_s: float = 30) -> None:
     deadline = time.monotonic() + patience_s
     while not path.exists():

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cases import cases
-from tests.scripts.conftest import ROOT, environment, wait_for
+from tests.scripts.conftest import ROOT, environment, fake_python3, wait_for
 
 HAS_HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
 
@@ -442,18 +442,8 @@ def test_environment_is_checked_by_versions(repo: Path) -> None:
 
 def test_environment_is_made_with_constraints(repo: Path, tmp_path: Path) -> None:
     """With a stand-in for python3: which commands make .venv, and that a failure of pip is told."""
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    (fake / "python3").write_text(
-        "#!/bin/bash\n"
-        'if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0; fi\n'
-        'if [[ "$1 $2" == "-m pip" && "$3" == "install" ]]; then printf "%s\\n" "$@" >"$LOG"; exit 3; fi\n'
-        'if [[ "$1" == "-c" && "$2" == *version_info* && $# == 2 ]]; then exit 0; fi\n'
-        '[[ "$1" == "--version" ]] && echo Python 3.12.0\n'
-        'exit $([[ "$1" == --version ]] && echo 0 || echo 1)\n'
-    )
-    (fake / "python3").chmod(0o755)
-    env = environment(LOG=str(tmp_path / "pip.txt"), PATH=f"{fake}:/usr/bin:/bin")
+    path = fake_python3(tmp_path / "bin", 'printf "%s\\n" "$@" >"$LOG"')
+    env = environment(LOG=str(tmp_path / "pip.txt"), PATH=path)
     del env["PYTHON"]
     ended = subprocess.run(
         ["bash", repo / "scripts/test.sh"], env=env, capture_output=True, text=True, timeout=300

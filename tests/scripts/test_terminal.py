@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli import ROOT
-from tests.scripts.conftest import environment
+from tests.scripts.conftest import environment, fake_python3
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 DUMMY = ("--use_dummy_dataset=True", "--model_variant=tiny", "--seq_length=64")
@@ -86,18 +86,8 @@ def test_failing_report_page_is_a_note(tmp_path: Path) -> None:
 
 def test_installation_shows_progress_of_pip(repo: Path, tmp_path: Path) -> None:
     """With a stand-in for python3 whose pip works for two seconds and fails."""
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    (fake / "python3").write_text(
-        "#!/bin/bash\n"
-        'if [[ "$1 $2" == "-m venv" ]]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0; fi\n'
-        'if [[ "$1 $2 $3" == "-m pip install" ]]; then\n'
-        '    echo "Collecting torch"; sleep 2.5; echo "no room on the disk"; exit 3\n'
-        "fi\n"
-        '[[ "$1" == "-c" && "$2" == *version_info* && $# == 2 ]]\n'
-    )
-    (fake / "python3").chmod(0o755)
-    env = environment(PATH=f"{fake}:/usr/bin:/bin")
+    install = 'echo "Collecting torch"; sleep 2.5; echo "no room on the disk"'
+    env = environment(PATH=fake_python3(tmp_path / "bin", install))
     del env["PYTHON"]
     code, shown = on_terminal("bash", repo / "scripts/test.sh", env=env)
     assert code == 1

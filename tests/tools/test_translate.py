@@ -326,12 +326,10 @@ def test_run_has_figures_derived_by_hand(
     stopping = {s for s in translate._LISTS if s not in ("no effect", "default")}
     missing = [key.name for key in keys if found.status[key] in stopping]
     assert sorted(missing) == sorted(expected.missing.split())
+    check_every_key_is_in_one_list(found, keys)
 
 
-@pytest.mark.parametrize("expected", RUNS, ids=lambda expected: expected.files.split(".")[0])
-def test_every_key_is_in_one_list(expected: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(CONFIGS)
-    _, found, keys = convert(expected.files)
+def check_every_key_is_in_one_list(found: Translation, keys: list[Key]) -> None:
     toml = "\n".join(translate.toml_lines(found))
     lines = list(translate.report(found))
     listed = [name for line in lines for name in line.partition(": ")[2].split(", ")]
@@ -349,6 +347,13 @@ def test_every_key_is_in_one_list(expected: Run, monkeypatch: pytest.MonkeyPatch
 
 
 SEED_RUNS = RUNS[:5]
+SMALL = """
+--num_layers=2 --hidden_size=64 --ffn_hidden_size=128 --num_attention_heads=4 --num_kv_heads=4
+--vocab_size=256 --seq_length=32 --max_seq_len=32 --batch_size=2 --grad_accum_steps=1
+--global_batch_size=2 --tp_size=1 --pp_size=1 --use_dummy_dataset=True --eval_interval=0
+--ckpt_save_path= --ckpt_load_path= --tensorboard_dir= --report_interval=1
+--use_torch_compile=False
+"""
 
 
 @pytest.mark.slow
@@ -358,30 +363,16 @@ def test_run_trains_three_steps(
 ) -> None:
     monkeypatch.chdir(CONFIGS)
     config = written_config(expected.files, tmp_path)
-    small = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4}
-    small |= {"num_kv_heads": 4, "vocab_size": 256, "seq_length": 32, "max_seq_len": 32}
-    small |= {"batch_size": 2, "grad_accum_steps": 1, "global_batch_size": 2, "tp_size": 1}
-    small |= {
-        "pp_size": 1,
-        "use_dummy_dataset": True,
-        "eval_interval": 0,
-        "output_dir": tmp_path / "r",
-    }
-    small |= {
-        "ckpt_save_path": "",
-        "ckpt_load_path": "",
-        "tensorboard_dir": "",
-        "report_interval": 1,
-    }
-    small |= {"use_torch_compile": False}
-    lengths = {"num_steps": 3, "warmup": 1, "lr_decay": 3}
+    flags = [*SMALL.split(), f"--output_dir={tmp_path / 'r'}"]
     if config.training.num_samples:
-        lengths = {"num_samples": 6, "warmup": "2samples", "lr_decay": "6samples"}
-        small |= {"rampup_batch_size": ""}
+        flags += (
+            "--num_samples=6 --warmup=2samples --lr_decay=6samples --rampup_batch_size=".split()
+        )
+    else:
+        flags += "--num_steps=3 --warmup=1 --lr_decay=3".split()
     if config.model.hf_config:
         monkeypatch.chdir(ROOT)
-        small |= {"hf_config": CONFIGS / config.model.hf_config}
-    flags = [f"--{name}={value}" for name, value in (small | lengths).items()]
+        flags.append(f"--hf_config={CONFIGS / config.model.hf_config}")
     done = run(f"--config={tmp_path / 'run.toml'}", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = metrics(tmp_path / "r")

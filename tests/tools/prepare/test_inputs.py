@@ -19,15 +19,9 @@ import zstandard
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
-from fms_fsdp.tools.prepare.inputs import (
-    Problem,
-    TextFormat,
-    find_files,
-    parse_input,
-    plan_slices,
-    read_part,
-)
+from fms_fsdp.tools.prepare.inputs import Problem, TextFormat, parse_input
 from fms_fsdp.tools.prepare.writer import Stats
+from tests.tools.prepare.test_documents import FORM, read_all
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -36,12 +30,10 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "bz2": bz2.compress,
     "zst": zstandard.ZstdCompressor().compress,
 }
-FORM = TextFormat()
 
 
 def texts(path: str | Path, form: TextFormat = FORM) -> list[str]:
-    slices = plan_slices(find_files(str(path)), 1 << 20, form)
-    records = [record for each in slices for part in each.parts for record in read_part(part, form)]
+    records = read_all(Path(path), form=form)
     return [record.reason if isinstance(record, Problem) else record.text for record in records]
 
 
