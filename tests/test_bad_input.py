@@ -71,107 +71,70 @@ def test_small_disk_matters_only_for_saves(monkeypatch: pytest.MonkeyPatch) -> N
     plan("--save_last=False", "--checkpoint_interval=0")
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ("--num_steps=1e999999999", "--num_steps=1e999999999 must be at most"),
-        ("--num_steps=1e-999999999", "--num_steps=1e-999999999 must be an integer"),
-        ("--keep_last_n=1 --keep_steps=1e999999999", "--keep_steps=1e999999999 must be at most"),
-        (
-            "--fsdp_activation_checkpointing=True --selective_checkpointing=every:1e999999999",
-            "--selective_checkpointing=every",
-        ),
-        (
-            "--num_attention_heads=1e12 --hidden_size=2e12 --num_kv_heads=7",
-            "--num_kv_heads=7 must divide",
-        ),
-        ("--learning_rate=" + "9" * 1_000_000, "--learning_rate=9999"),
-        (f"--global_batch_size={2**43} --batch_size=3", f"--global_batch_size={2**43} must"),
-    ],
-)
+@cases(f"""
+    argv | named
+    --num_steps=1e999999999 | --num_steps=1e999999999 must be at most
+    --num_steps=1e-999999999 | --num_steps=1e-999999999 must be an integer
+    --keep_last_n=1 --keep_steps=1e999999999 | --keep_steps=1e999999999 must be at most
+    --fsdp_activation_checkpointing=True --selective_checkpointing=every:1e999999999 | --selective_checkpointing=every
+    --num_attention_heads=1e12 --hidden_size=2e12 --num_kv_heads=7 | --num_kv_heads=7 must divide
+    --learning_rate={"9" * 1000000} | --learning_rate=9999
+    --global_batch_size={2**43} --batch_size=3 | --global_batch_size={2**43} must
+""")
 def test_huge_number_is_rejected_without_a_hang(argv: str, named: str) -> None:
     text = refusal(*argv.split())
     assert text.startswith(named) and len(text) < 600
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ("--adam_beta1=1", "--adam_beta1=1 must be below 1"),
-        ("--adam_eps=1e300", "--adam_eps=1e300 must be at most 1"),
-        (f"--seed={2**64}", f"--seed={2**64} must be at most"),
-        ("--max_epochs=1e308", "--max_epochs=1e308 must be at most"),
-        ("--seq_length=1e9", "--seq_length and the batch must fit"),
-        ("--batch_size=1e15", "--seq_length and the batch must fit"),
-        ("--checkpoint_schedule=5@" + "9" * 5000, "--checkpoint_schedule=5@99"),
-        ("--dataset_builder=.a:b", "--dataset_builder=.a:b must be module:function"),
-        ("--dataset_builder=a:b.c", "--dataset_builder=a:b.c must be module:function"),
-        ("--attn_impl=efficient", "--attn_impl=efficient requires a GPU"),
-        ("--attn_impl=cudnn", "--attn_impl=cudnn requires a GPU"),
-        ("--dist_backend=nccl", "--dist_backend=nccl requires a GPU"),
-        ("--precision=bf17", "--precision=bf17 must be one of bf16, fp32, fp16, bf16_pure"),
-        ("--precision=fp16 --mixed_precision=True", "--precision=fp16 and --mixed_precision"),
-        (
-            "--precision=bf16_pure --param_dtype=fp32",
-            "--param_dtype=fp32 is not supported with --precision",
-        ),
-        (
-            "--precision=bf16_pure --optimizer_state_dtype=fp32",
-            "--optimizer_state_dtype=fp32 is not supported with --precision=bf16_pure",
-        ),
-        (
-            "--mixed_precision=False --param_dtype=bf16",
-            "--param_dtype=bf16 is not supported with --precision",
-        ),
-        (
-            "--precision=bf16_mixed_sr --param_dtype=bf16",
-            "--param_dtype=bf16 is not supported with --precision=bf16_mixed_sr; use",
-        ),
-        ("--grad_accum_dtype=bf16", "--grad_accum_dtype=bf16 requires bf16 weights"),
-        ("--precision=fp16 --min_loss_scale=0", "--min_loss_scale=0 must be above 0"),
-        ("--recompute=cheap", "--recompute=cheap requires compiled blocks; set --use_torch_comp"),
-        (
-            "--recompute=blocks --recompute_segment=2 --fsdp_blocks_per_group=3",
-            "--fsdp_blocks_per_group=3 must be divisible by --recompute_segment=2; remove",
-        ),
-        (
-            "--recompute=blocks --recompute_segment=2 --model_builder=a:b",
-            "--recompute_segment=2 is not supported with --model_builder=a:b",
-        ),
-        ("--recompute=ops --recompute_ops=norms", "--recompute_ops=norms must be one of"),
-        (
-            "--recompute=ops --fsdp_activation_checkpointing=True",
-            "--recompute=ops and --fsdp_activation_checkpointing=True",
-        ),
-        (
-            "--export_interval=7 --checkpoint_interval=2",
-            "--export_interval=7 must be a multiple of",
-        ),
-        (
-            "--export_interval=1000 --checkpoint_schedule=5",
-            "--export_interval=1000 must be a multiple of",
-        ),
-        ("--export_interval=1000 --pos_emb=alibi", "--pos_emb=alibi (not rope) is not"),
-        ("--cpu_offload=True", "--cpu_offload requires a sharded model; set --sharding_strategy"),
-        ("--profiler_dir=/proc/x", "--profiler_dir=/proc/x must be writable"),
-        ("--datasets=,,", "--datasets=,, must not have an empty item"),
-        ("--skip_steps=abc", "--skip_steps=abc must be a:b"),
-        ("--config=/", "--config=/ is not a file"),
-        ("--config=,", "--config= is not a file"),
-        ("---", "--- is not a flag"),
-        ("-", "- is not a flag"),
-        ("--run_name=..", "--run_name=.. must be a name of at most"),
-        ("--run_name=a/b", "--run_name=a/b must be a name of at most"),
-        ("--run_name=" + "a" * 300, "--run_name=aaa"),
-        ("--datasets=/etc", "--datasets=/etc must be the name of a subfolder"),
-        ("--eval_datasets=a,b/../c", "--eval_datasets=b/../c must be the name of a subfolder"),
-        ("--model_variant=../../x", "--model_variant=../../x must be a name of at most"),
-        ("--num_steps=5 --num_tokens=10M", "--num_steps and --num_tokens cannot be used together"),
-        ("--keep_last_n=1 --keep_best=1", "--keep_best=1 requires validation losses"),
-        ("--tracker_metrics=loss,*_ms@0", "--tracker_metrics="),
-        ("--tracker_metrics=@5", "--tracker_metrics="),
-    ],
-)
+@cases(f"""
+    argv | named
+    --adam_beta1=1 | --adam_beta1=1 must be below 1
+    --adam_eps=1e300 | --adam_eps=1e300 must be at most 1
+    --seed={2**64} | --seed={2**64} must be at most
+    --max_epochs=1e308 | --max_epochs=1e308 must be at most
+    --seq_length=1e9 | --seq_length and the batch must fit
+    --batch_size=1e15 | --seq_length and the batch must fit
+    --checkpoint_schedule=5@{"9" * 5000} | --checkpoint_schedule=5@99
+    --dataset_builder=.a:b | --dataset_builder=.a:b must be module:function
+    --dataset_builder=a:b.c | --dataset_builder=a:b.c must be module:function
+    --attn_impl=efficient | --attn_impl=efficient requires a GPU
+    --attn_impl=cudnn | --attn_impl=cudnn requires a GPU
+    --dist_backend=nccl | --dist_backend=nccl requires a GPU
+    --precision=bf17 | --precision=bf17 must be one of bf16, fp32, fp16, bf16_pure
+    --precision=fp16 --mixed_precision=True | --precision=fp16 and --mixed_precision
+    --precision=bf16_pure --param_dtype=fp32 | --param_dtype=fp32 is not supported with --precision
+    --precision=bf16_pure --optimizer_state_dtype=fp32 | --optimizer_state_dtype=fp32 is not supported with --precision=bf16_pure
+    --mixed_precision=False --param_dtype=bf16 | --param_dtype=bf16 is not supported with --precision
+    --precision=bf16_mixed_sr --param_dtype=bf16 | --param_dtype=bf16 is not supported with --precision=bf16_mixed_sr; use
+    --grad_accum_dtype=bf16 | --grad_accum_dtype=bf16 requires bf16 weights
+    --precision=fp16 --min_loss_scale=0 | --min_loss_scale=0 must be above 0
+    --recompute=cheap | --recompute=cheap requires compiled blocks; set --use_torch_comp
+    --recompute=blocks --recompute_segment=2 --fsdp_blocks_per_group=3 | --fsdp_blocks_per_group=3 must be divisible by --recompute_segment=2; remove
+    --recompute=blocks --recompute_segment=2 --model_builder=a:b | --recompute_segment=2 is not supported with --model_builder=a:b
+    --recompute=ops --recompute_ops=norms | --recompute_ops=norms must be one of
+    --recompute=ops --fsdp_activation_checkpointing=True | --recompute=ops and --fsdp_activation_checkpointing=True
+    --export_interval=7 --checkpoint_interval=2 | --export_interval=7 must be a multiple of
+    --export_interval=1000 --checkpoint_schedule=5 | --export_interval=1000 must be a multiple of
+    --export_interval=1000 --pos_emb=alibi | --pos_emb=alibi (not rope) is not
+    --cpu_offload=True | --cpu_offload requires a sharded model; set --sharding_strategy
+    --profiler_dir=/proc/x | --profiler_dir=/proc/x must be writable
+    --datasets=,, | --datasets=,, must not have an empty item
+    --skip_steps=abc | --skip_steps=abc must be a:b
+    --config=/ | --config=/ is not a file
+    --config=, | --config= is not a file
+    --- | --- is not a flag
+    - | - is not a flag
+    --run_name=.. | --run_name=.. must be a name of at most
+    --run_name=a/b | --run_name=a/b must be a name of at most
+    --run_name={"a" * 300} | --run_name=aaa
+    --datasets=/etc | --datasets=/etc must be the name of a subfolder
+    --eval_datasets=a,b/../c | --eval_datasets=b/../c must be the name of a subfolder
+    --model_variant=../../x | --model_variant=../../x must be a name of at most
+    --num_steps=5 --num_tokens=10M | --num_steps and --num_tokens cannot be used together
+    --keep_last_n=1 --keep_best=1 | --keep_best=1 requires validation losses
+    --tracker_metrics=loss,*_ms@0 | --tracker_metrics=
+    --tracker_metrics=@5 | --tracker_metrics=
+""")
 def test_unusable_value_is_rejected_before_any_work(argv: str, named: str) -> None:
     assert refusal(*argv.split()).startswith(named)
 
@@ -312,24 +275,22 @@ def text(empty: Path) -> Path:
 DUMMY = "--model_variant=tiny --use_dummy_dataset=True"
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--nmu_steps=3", "--nmu_steps is not a flag"),
-        ("--config=nowhere.toml", "--config=nowhere.toml is not a file"),
-        ("--model_variant=70b --use_dummy_dataset=True", "--model_variant=70b must fit the "),
-        ("--model_variant=7c --use_dummy_dataset=True", "7b"),
-        ("--model_variant=7b --sharding_strategy=hsdp", "--data_path"),
-        ("--model_variant=tiny --data_path=nowhere", "nowhere"),
-        ("--model_variant=tiny --data_path=in", "in"),
-        ("--model_variant=tiny --dataset_builder=no.such:thing", "--dataset_builder=no.such:thing"),
-        (f"{DUMMY} --num_attention_heads=7", "num_attention_heads=7"),
-        (f"{DUMMY} --batch_size=3 --global_batch_size=7", "--global_batch_size=7 must be"),
-        (f"{DUMMY} --ckpt_load_path=/none", "--ckpt_load_path=/none"),
-        (f"{DUMMY} --output_dir=/proc/nowhere", "--output_dir=/proc/nowhere must be writable"),
-        (f"{DUMMY} --attn_impl=efficient", "--attn_impl=efficient requires a GPU"),
-    ],
-)
+@cases(f"""
+    flags | words
+    --nmu_steps=3 | --nmu_steps is not a flag
+    --config=nowhere.toml | --config=nowhere.toml is not a file
+    --model_variant=70b --use_dummy_dataset=True | --model_variant=70b must fit the
+    --model_variant=7c --use_dummy_dataset=True | 7b
+    --model_variant=7b --sharding_strategy=hsdp | --data_path
+    --model_variant=tiny --data_path=nowhere | nowhere
+    --model_variant=tiny --data_path=in | in
+    --model_variant=tiny --dataset_builder=no.such:thing | --dataset_builder=no.such:thing
+    {DUMMY} --num_attention_heads=7 | num_attention_heads=7
+    {DUMMY} --batch_size=3 --global_batch_size=7 | --global_batch_size=7 must be
+    {DUMMY} --ckpt_load_path=/none | --ckpt_load_path=/none
+    {DUMMY} --output_dir=/proc/nowhere | --output_dir=/proc/nowhere must be writable
+    {DUMMY} --attn_impl=efficient | --attn_impl=efficient requires a GPU
+""")
 def test_bad_training_input_leaves_no_folder(text: Path, flags: str, words: str) -> None:
     check_rejected(launch([*flags.split(), "--num_steps=1"], cwd=text), text, words)
 
