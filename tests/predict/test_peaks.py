@@ -67,9 +67,9 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-steps": dict(config=WIDE, rows=1, length=64, accum=2),
     "fsdp": dict(config=WIDE | dict(num_layers=6), rows=1, length=32, world=2, flags=FSDP),
     "zero1 in bf16": dict(
-        config=WIDE | dict(num_layers=4, vocab_size=8000),
+        config=WIDE | dict(num_layers=4),
         rows=1,
-        length=16,
+        length=8,
         accum=2,
         precision="bf16",
         world=2,
