@@ -132,6 +132,11 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
     return result
 
 
+def lacks_memory(problem: str) -> bool:
+    """Returns whether a case did not fit; an illegal memory access is another problem."""
+    return "memory" in problem and "memory access" not in problem
+
+
 def read_reports(folder: Path, interval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the reports of training after the first interval, which compiles, and of validation."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -158,7 +163,7 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [result["case"].get(name, "") for name in varied]
         if "problem" in result:
             word = result["problem"].partition(":")[0][:60]
-            if word != "skipped" and "out of memory" in result["problem"]:
+            if word != "skipped" and lacks_memory(result["problem"]):
                 word = "out of memory"
             lines.append("| " + " | ".join([*cells, word, *[""] * 5]) + " |")
             continue
@@ -187,7 +192,7 @@ def main() -> None:
             results.append({"case": case, "problem": "skipped: a smaller batch is out of memory"})
             continue
         result = run_case(case, own)
-        if "out of memory" in result.get("problem", ""):
+        if lacks_memory(result.get("problem", "")):
             full.append(rest)
         results.append(result)
         told = (
