@@ -63,8 +63,8 @@ class Optimizers:
 
         Args:
             learning_rate: maps the base learning rate of a group to its learning rate in this step.
-            clip_factor: what the gradients are multiplied by before. On a GPU an optimizer that can does
-                it itself, in the kernel that reads them anyway; others change them in place.
+            clip_factor: multiplies the gradients: in the GPU kernel of an optimizer that supports it,
+                which reads them anyway, else in place before.
         """
         is_bad = ~torch.isfinite(grad_norm)
         skips_on_host = not all(map(_is_fused, self.optimizers)) and bool(is_bad.item())
