@@ -139,7 +139,8 @@ def test_corrupt_checkpoint_is_rejected(
         "is missing; download": remove(second),
         "must hold a complete checkpoint": remove("config.json"),
         "there is no model.safetensors": remove("model*"),
-        "convert pytorch_model.bin with transformers: Auto": pickled,
+        "convert pytorch_model.bin with transformers: AutoModelForCausalLM."
+        "from_pretrained('broken').save_pretrained('broken')": pickled,
         "outside of the folder": redirect,
         "weight model.norm.weight is missing": rename,
         "has shape (96, 64), expected (97, 64)": widen,
