@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prints the state of a run: TRAINING, WAITING, FINISHED, STALLED or GONE, and adds the line to the run's
-# console.txt. Call it from cron or by hand.
+# console.txt if that can be written. Call it from cron or by hand.
 #
 #   bash scripts/pulse.sh RUN_FOLDER [--job JOBID] [--stalled-after-min N] [--alert 'COMMAND']
 #
@@ -33,14 +33,17 @@ done
 [[ "$minutes" =~ ^[0-9]{1,9}$ ]] ||
     usage "--stalled-after-min ($(printf '%.100q' "$minutes")) must be a whole number of minutes"
 minutes="$((10#$minutes))"
-[[ -n "$job" || ! -f "$folder/slurm_job" ]] || job="$(<"$folder/slurm_job")"
+if [[ -z "$job" ]]; then
+    job="$(cat "$folder/slurm_job" 2>/dev/null)" || true
+fi
 
 # Prints the value of a key of status.json: a number, or a text up to the quote that ends it. It resolves
 # escapes and leaves out control characters.
 status_value() {
     local found pattern="s/.*\"$1\": (\"(([^\"\\]|\\\\.)*)\"|([0-9]+)).*/\2\4/p"
     found="$(sed -nE "$pattern" "$folder/status.json" 2>/dev/null | tail -n 1)" || true
-    found="$(sed -E 's:(\\\\)|\\(["/]):\1\2:g' <<<"$found")" # printf resolves the other escapes
+    # printf resolves the other escapes.
+    found="$(printf '%s' "$found" | sed -E 's:(\\\\)|\\(["/]):\1\2:g')"
     printf '%b' "$found" | LC_ALL=C tr -d '\000-\037\177'
 }
 
@@ -66,8 +69,9 @@ find_process() {
 signs=("$folder"/{metrics.jsonl,status.json,slurm_job})
 newest="$(stat -c %Y "${signs[@]}" 2>/dev/null | sort -n | tail -n 1 || true)"
 age=$((($(date +%s) - ${newest:-$(stat -c %Y "$folder")}) / 60))
-reports="$(tail -n 100 "$folder/metrics.jsonl" 2>/dev/null || true)"
-step="$(sed -n 's/.*"step": \([0-9]*\).*/\1/p' <<<"$reports" | tail -n 1)"
+# No here-strings: bash keeps long ones in a temporary file, and the disk may be full.
+step="$(tail -n 100 "$folder/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": \([0-9]*\).*/\1/p' | tail -n 1)" ||
+    true
 find_process
 code=0
 case "$(status_value status):$BODY" in
@@ -82,8 +86,13 @@ case "$(status_value status):$BODY" in
         ;;
 esac
 line="$(date '+%F %T') pulse: $folder $line"
-echo "$line" | tee -a "$folder/console.txt"
+# The alert comes first: a full disk, a folder of another user or a closed output must not prevent it.
 if [[ -n "$alert" ]] && ((code == 1 || code == 3)); then
-    bash -c "$alert" pulse "$line" || echo "pulse.sh: --alert ($alert) failed" >&2
+    bash -c "$alert" pulse "$line" || echo "pulse.sh: --alert ($alert) failed" >&2 || true
 fi
+trap '' PIPE # a closed output does not change the exit status
+echo "$line" 2>/dev/null || true
+# The outer redirection also hides the shell's own message, if the file cannot be opened.
+{ echo "$line" >>"$folder/console.txt"; } 2>/dev/null ||
+    echo "pulse.sh: note: $folder/console.txt cannot be written" >&2 || true
 exit "$code"
