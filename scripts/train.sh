@@ -121,11 +121,11 @@ except UserError as error:
 PYTHON_CODE
 }
 
-# Returns whether torch.compile finds what it needs: a C++ compiler and Python's headers.
-can_compile() {
-    command -v "${CXX:-g++}" >/dev/null && "$PYTHON" -c '
-import pathlib, sys, sysconfig
-sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").is_file())'
+# Prints why torch.compile would fail on this machine's CPU or GPU; nothing if it has what it needs.
+missing_for_compilation() {
+    "$PYTHON" -c '
+from fms_fsdp.compiler import missing_for_compilation
+print(missing_for_compilation("cpu") or missing_for_compilation("cuda"))'
 }
 
 count_gpus() {
@@ -420,7 +420,7 @@ main() {
             ;;
         esac
     done
-    local args=("${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=""
+    local args=("${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data="" missing
     if given config; then
         args=() own_data=yes
     elif given data_path || given use_dummy_dataset || given dataset_builder; then
@@ -436,7 +436,12 @@ main() {
         if [[ ! -f "$DATA_DIR/meta/counts.csv" || -f "$DATA_DIR/tokenizer.model" ]]; then
             args+=("${SAMPLE_ARGS[@]}" --sample_prompts="def main(")
         fi
-        if can_compile; then args+=(--use_torch_compile=True); fi
+        missing="$(missing_for_compilation)"
+        if [[ -z "$missing" ]]; then
+            args+=(--use_torch_compile=True)
+        elif ! given use_torch_compile; then
+            say "note: blocks are not compiled: $missing"
+        fi
     fi
     drop_defaults
     args+=("$@")

@@ -16,7 +16,7 @@ PACKAGE = "fms_fsdp"
 ENTRY = "main_training.py"
 # Packages of one entry do not import one another.
 LAYERS = [
-    ["errors", "console", "cpu_tuning"],
+    ["compiler", "errors", "console", "cpu_tuning"],
     ["files"],
     ["config"],
     ["distributed"],

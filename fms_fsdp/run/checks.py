@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from fms_fsdp.checkpoint.retention import parse_schedule
+from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.values import shown
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
-from fms_fsdp.parallel.compile import compiles, missing_compiler
+from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.run.stop import job_end
 
 RUN_FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # that a launch writes
@@ -38,9 +39,10 @@ def check_machine(cfg: TrainConfig, device: torch.device, dims: ParallelDims) ->
                 f"--trackers={name} requires the package {name}, which is not installed; "
                 f"run: pip install {name}"
             )
-    if is_compiled and (missing := missing_compiler(device)):
+    missing = missing_for_compilation(device.type) if is_compiled else ""
+    if missing:
         raise UserError(
-            f"--use_torch_compile=True requires a compiler: {missing}, or remove the flag"
+            f"--use_torch_compile=True cannot compile blocks: {missing}, or remove the flag"
         )
     check_device(cfg, device, dims)
     _check_ranking(cfg)
@@ -116,7 +118,8 @@ def machine_notes(cfg: TrainConfig, device: torch.device, dims: ParallelDims) ->
     if cfg.parallel.matmul_precision != "high" and device.type != "cuda":
         yield f"--matmul_precision={cfg.parallel.matmul_precision} has no effect without a GPU"
     by_default = device.type == "cuda" and cfg.parallel.use_torch_compile is None
-    if by_default and (missing := missing_compiler(device)):
+    missing = missing_for_compilation(device.type) if by_default else ""
+    if missing:
         yield f"blocks are not compiled: {missing}"
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if end and job_end() is None:

@@ -5,12 +5,16 @@ tests/distributed/test_sharded_training.py has the world sizes.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import (
     BF16,
     FP32,
@@ -43,7 +48,7 @@ from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.fsdp import clip_factor
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy, matmul
-from fms_fsdp.run.checks import check_machine
+from fms_fsdp.run.checks import check_machine, machine_notes
 from tests.cli import ROOT, TINY, last_of_each
 
 CPU = torch.device("cpu")
@@ -340,6 +345,56 @@ def test_compilation_defaults_to_gpus_with_compiler(monkeypatch: pytest.MonkeyPa
     check_machine(config, gpu, ParallelDims("none"))
     monkeypatch.setenv("PATH", "/nowhere")
     assert not compiles(ParallelConfig(), gpu)
+
+
+def no_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda *names: str(folder))
+
+
+def noexec_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+
+
+def unwritable_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/cache")
+
+
+@pytest.mark.parametrize(
+    ("break_machine", "problem"),
+    [
+        (no_headers, "Python.h is missing in "),
+        (noexec_cache, "/cache is mounted noexec; set TORCHINDUCTOR_CACHE_DIR to "),
+        (unwritable_cache, "/dev/null/cache cannot be written; set TORCHINDUCTOR_CACHE_DIR to "),
+    ],
+)
+def test_machine_that_cannot_compile_is_reported(
+    break_machine: Callable[[pytest.MonkeyPatch, Path], None],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    break_machine(monkeypatch, tmp_path)
+    gpu = torch.device("cuda")
+    default = TrainConfig(precision=IN_FP32)
+    assert not compiles(default.parallel, gpu)
+    check_machine(default, gpu, ParallelDims("none"))
+    (note,) = machine_notes(default, gpu, ParallelDims("none"))
+    assert note.startswith("blocks are not compiled: ")
+    assert problem in note
+    asked = TrainConfig(parallel=COMPILED, precision=IN_FP32)
+    for device in (gpu, CPU):
+        with pytest.raises(UserError, match="--use_torch_compile=True cannot compile") as caught:
+            check_machine(asked, device, ParallelDims("none"))
+        assert problem in str(caught.value)
+
+
+def test_headers_may_come_from_cpath(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "Python.h").touch()
+    no_headers(monkeypatch, tmp_path)
+    monkeypatch.setenv("CPATH", f"/elsewhere:{tmp_path / 'own'}")
+    assert not missing_for_compilation("cpu")
 
 
 @pytest.mark.parametrize(("device", "casts"), [("cuda", 0), ("cpu", 1)])

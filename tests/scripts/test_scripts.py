@@ -208,8 +208,11 @@ def test_quickstart_compiles_if_the_machine_can(
     repo: Path, compiler: str, flags: list[str], compiled: list[str]
 ) -> None:
     (repo / "c++").touch(mode=0o755)
-    assert train(repo, *flags, CXX=str(repo / compiler)).returncode == 0
+    ended = train(repo, *flags, CXX=str(repo / compiler))
+    assert ended.returncode == 0
     assert [word for word in called(repo)["argv"] if "compile" in word] == compiled
+    is_noted = "note: blocks are not compiled: " in ended.stderr
+    assert is_noted == (not flags and not compiled)
 
 
 def test_hint_for_longer_run_names_its_length(repo: Path) -> None:
