@@ -69,7 +69,8 @@ class Stream(Protocol):
         [] if unknown."""
 
     def consumption(self) -> Consumption:
-        """Returns the consumption of each source up to the last consumed step; {} if unknown."""
+        """Returns the consumption of every source of the run up to the last consumed step, also of
+        those that have supplied nothing yet; {} if unknown."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values that, with the step, resume the stream: JSON of a few KB, identical on
@@ -247,12 +248,17 @@ class TokenStream:
         return found[:limit]
 
     def consumption(self, step: int | None = None) -> Consumption:
-        """Returns epochs and trained tokens by source, removed sources included."""
-        step, history = self.step if step is None else step, self.order.history
-        sequences, found, size = history.consumed(step), Consumption(), self.section.seq_length
-        for name, n in sorted(history.position(step).items()):
-            epochs = n / self.order.sources[name].num_sequences
-            found[name] = {"epoch": epochs, "tokens": sequences[name] * size}
+        """Returns epochs and trained tokens of every source that the run has named, removed sources
+        included; a source that has supplied no sequence has 0 of both."""
+        step = self.step if step is None else step
+        history = self.order.history
+        sequences = history.consumed(step)
+        positions = history.position(step)
+        found = Consumption()
+        # Not the names of `positions`: a counter has no entry for a source without a sequence.
+        for name, source in sorted(self.order.sources.items()):
+            epochs = positions[name] / source.num_sequences
+            found[name] = {"epoch": epochs, "tokens": sequences[name] * self.section.seq_length}
         return found
 
     def end_of_epochs(self, source: str, epochs: float, step: int) -> int:

@@ -16,6 +16,7 @@ from fms_fsdp.data import order as order_module
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.order import SourceOrder, fit_logical_shards
 from fms_fsdp.data.stream import TokenStream
+from fms_fsdp.run.startup_log import describe_sources
 from tests.cli import trained
 from tests.data import corpora
 from tests.data.corpora import SEP, VOCAB, Files, write_corpus
@@ -183,6 +184,19 @@ def test_max_epochs_ends_at_a_known_step(files: Files) -> None:
         s.next_batch()
     end = s.end_of_epochs("tiny", 1, 1)
     assert s.consumption(end)["tiny"]["epoch"] >= 1 > s.consumption(end - 1)["tiny"]["epoch"]
+
+
+def test_source_without_sequence_counts_zero(files: Files) -> None:
+    """Also after a resume that adds it, and one that removes it before its first sequence."""
+    nothing = {"epoch": 0.0, "tokens": 0}
+    s = files.stream(4, seq_length=32, datasets=("tiny", "web"), weights=(1, 1000))
+    assert s.consumption(0) == {"tiny": nothing, "web": nothing}
+    assert s.consumption(1)["tiny"] == nothing
+    assert "; 0 tokens (0 epochs) are read to step 1" in next(describe_sources(s, 1))
+    only_web = files.stream(4, seq_length=32, datasets=("web",))
+    for resumed, state in ((s, only_web.state_dict()), (only_web, s.state_dict())):
+        resumed.load_state_dict(state, 1)
+        assert resumed.consumption(2)["tiny"] == nothing
 
 
 def test_bestfit_splits_few_documents(tmp_path: Path) -> None:
