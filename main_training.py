@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
         if not run_dir.checkpoints.is_relative_to(run_dir.folder):
             check_shared(run_dir.checkpoints, world)
         status.current_step = lambda: start.step
-        if start.step == run.num_steps:
+        if start.step == run.num_steps and not start.evaluation_pending:
             status.open(run_dir.folder, start.step)
             fix = "raise --num_steps or choose another --run_name"
             status.end(FINISHED, f"already finished at step {start.step}; {fix}")
@@ -216,8 +216,14 @@ def main(argv: list[str]) -> int:
             profiler = StepProfiler(cfg.profiler, folder, device, world.rank)
             closing.callback(profiler.close)
             stop = StopControl(
-                cfg.training, run_dir.stop_file, signals, mesh.is_main, cfg.eval.eval_interval
+                cfg.training,
+                run_dir.stop_file,
+                signals,
+                mesh.is_main,
+                cfg.eval.eval_interval,
+                runtime.sum_over_ranks,
             )
+            is_stopped = partial(stop.interrupts, state)
             guard = NonFiniteGuard(
                 state,
                 cfg.training.max_bad_steps,
@@ -234,6 +240,7 @@ def main(argv: list[str]) -> int:
                 device=device,
                 mesh=mesh,
                 keep_alive=watchdog.alive,
+                is_stopped=is_stopped,
             )
             evaluator = Evaluator(
                 cfg.eval,
@@ -245,7 +252,9 @@ def main(argv: list[str]) -> int:
             )
             sampler = exporter = None
             if prompts is not None:
-                sampler = Sampler(cfg, prompts, model, mesh, metrics, watchdog.alive, timer.mark)
+                sampler = Sampler(
+                    cfg, prompts, model, mesh, metrics, watchdog.alive, timer.mark, is_stopped
+                )
             save_s, host_bytes = startup_log.save_estimates(run, resume, budget)
             checkpoints = CheckpointManager(
                 run,
@@ -297,7 +306,7 @@ def main(argv: list[str]) -> int:
             )
 
         # 7. End.
-        if state.is_done:
+        if state.is_done and not state.evaluation_pending:
             status.end(FINISHED, f"finished {counted(state.step, 'step')}")
         else:
             reason = f"{state.stop_reason}, at step {state.step}; run the same command to resume"

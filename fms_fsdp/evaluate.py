@@ -27,6 +27,10 @@ from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import TrainState
 
 
+class EvaluationStopped(Exception):
+    """The launch ends before the evaluation does. Raised on every rank at the same batch."""
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -37,6 +41,7 @@ def evaluate(
     device: torch.device,
     mesh: Mesh,
     keep_alive: Callable[[], None] = lambda: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Returns loss, ppl and, if the tokenizer is known, bits_per_byte (collective: every rank).
 
@@ -46,6 +51,7 @@ def evaluate(
     batch_size      sequences per forward pass and data-parallel rank
     document_mask   restricts attention to the document, as in training
     keep_alive      is called before each forward pass
+    is_stopped      whether to stop, identical on every rank; is called before each forward pass
 
     Example:
         values = evaluate(
@@ -55,6 +61,7 @@ def evaluate(
 
     Raises:
         UserError: a shard cannot be read.
+        EvaluationStopped: `is_stopped` returned True.
     """
 
     def sum_source(source: HeldOut) -> list[float]:
@@ -64,6 +71,8 @@ def evaluate(
         losses = torch.zeros(num_batches, dtype=torch.float64, device=device)
         for first in range(0, num_batches, mesh.size("dp")):
             keep_alive()
+            if is_stopped():
+                raise EvaluationStopped
             # FSDP needs every rank in every pass: a batch past the end has no labels
             index = first + mesh.place("dp")
             with checking_input(on_one_rank=True):
@@ -105,6 +114,9 @@ class Evaluator:
     """Evaluates at the steps of the flags, and after each `every_tokens` tokens (0: never).
 
     `evaluate_sources` maps held-out sources to values, as `evaluate` does.
+
+    An evaluation that the end of the launch stops or prevents has no result; the checkpoint records
+    `evaluation_pending`, and the next launch evaluates before its first step.
     """
 
     def __init__(
@@ -119,28 +131,43 @@ class Evaluator:
         self._cfg, self._evaluate_sources, self._sources = cfg, evaluate_sources, sources
         self._metrics, self._mark, self._every_tokens = metrics, mark, every_tokens
 
+    def is_due(self, state: TrainState) -> bool:
+        """Returns whether anything is evaluated after the last step."""
+        return bool(self._due_sources(state))
+
     def run_if_due(self, state: TrainState) -> None:
         """Evaluates the groups that are due after the last step, or before the first step of a
         launch (collective: every rank)."""
-        sources = [source for source in self._sources if self._is_due(source.group, state)]
+        sources = self._due_sources(state)
+        state.evaluation_pending = bool(sources)
         if not sources:
             return
         self._mark("device")
         begin = time.perf_counter()
-        values = self._evaluate_sources(sources)
+        try:
+            values = self._evaluate_sources(sources)
+        except EvaluationStopped:
+            text = "evaluation at step %d stopped: the next launch begins with it"
+            log.info(text, state.step)
+            self._mark("eval")
+            return
         seconds = time.perf_counter() - begin
+        state.evaluation_pending = False
         self._metrics.log(state, values | {"eval_s": seconds})
         log.info("evaluation at step %d: %s (%.1f s)", state.step, _summary(values), seconds)
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
             state.validation = state.step, loss
         self._mark("eval")
 
+    def _due_sources(self, state: TrainState) -> list[HeldOut]:
+        return [source for source in self._sources if self._is_due(source.group, state)]
+
     def _is_due(self, group: str, state: TrainState) -> bool:
         cfg, step, is_last = self._cfg, state.step, state.is_done
         if group == "test":
             return is_last
         if step == state.start:
-            return cfg.eval_at_start
+            return cfg.eval_at_start or state.evaluation_pending
         tokens, every = state.tokens_seen, self._every_tokens
         if every and tokens // every > (tokens - state.batch_tokens) // every:
             return True

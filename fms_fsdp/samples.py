@@ -76,10 +76,12 @@ class Sampler:
         metrics: MetricLogger,
         alive: Callable[[], None],
         mark: Callable[[str], None],
+        is_stopped: Callable[[], bool],
     ) -> None:
         self._interval, self._file = cfg.eval.sample_interval, Path(cfg.output_dir, "samples.txt")
         self._prompts, self._metrics, self._alive, self._mark = prompts, metrics, alive, mark
         self._model = cast(Llama, model)
+        self._is_stopped = is_stopped  # whether the launch ends, identical on every rank
         self._tokenizer = find_tokenizer(cfg.data.data_path) if mesh.is_main else None
 
     def run_if_due(self, state: TrainState) -> None:
@@ -89,6 +91,9 @@ class Sampler:
         self._mark("device")
         rows = self._sample()
         self._mark("eval")
+        if rows is None:
+            log.info("samples at step %d stopped", state.step)
+            return
         if self._tokenizer is None:
             return
         texts = []
@@ -103,8 +108,10 @@ class Sampler:
         except OSError as error:
             log.warning("cannot write %s: %s", self._file, error.strerror)
 
-    def _sample(self) -> list[list[int]]:
-        """Returns the new tokens of each prompt up to the EOS token."""
+    def _sample(self) -> list[list[int]] | None:
+        """Returns the new tokens of each prompt up to the EOS token; None if the launch ends first."""
+        if self._is_stopped():
+            return None
         rows: list[list[int]] = [[] for _ in self._prompts.ids]
         # Eager, because compiled blocks would be compiled for every length.
         with evaluating(self._model), torch.compiler.set_stance("force_eager"):
@@ -117,6 +124,8 @@ class Sampler:
             try:
                 for tokens in steps:
                     self._alive()
+                    if self._is_stopped():
+                        return None
                     for row, token in zip(rows, tokens, strict=True):
                         row += [] if token is None else [token]
             except UserError as error:  # the logits are not finite, on every rank

@@ -155,6 +155,7 @@ class TrainMetadata:
     metrics           of this step by name, if it was reported or evaluated
     data              state of the data stream
     save_s            duration of the save in seconds
+    evaluation_pending  whether this step should have been evaluated and was not: the launch ended
     weights_only      only the weights may be used: they were imported
     imported_from     the folder that the weights were imported from
     """
@@ -168,6 +169,7 @@ class TrainMetadata:
     loss_scale: Mapping[str, Any] | None = None
     non_finite_steps: int = 0  # consecutive ones at its end
     save_s: float | None = None
+    evaluation_pending: bool = False
     weights_only: bool = False
     imported_from: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -186,6 +188,7 @@ class TrainMetadata:
             "non_finite_steps": 0,
             "loss_scale": None,
             "save_s": None,
+            "evaluation_pending": False,
             "weights_only": False,
             "imported_from": "",
         }
@@ -275,6 +278,7 @@ class TrainState:
     rounding                    context of the gradient-accumulation steps of a step, within which
                                 weights may be rounded copies
     non_finite_steps            consecutive ones up to `step`, over all launches
+    evaluation_pending          whether an evaluation of `step` is due and not done
     stop_reason                 why the launch ends before the run does; "" while it trains
     """
 
@@ -290,6 +294,7 @@ class TrainState:
     rounding: Callable[[int], AbstractContextManager[object]] = nullcontext
     non_finite_steps: int = 0
     last_finite_step: int = 0  # of this launch
+    evaluation_pending: bool = False
     stop_reason: str = ""
     record_error: str = ""  # why this rank cannot write its records
     # The current step:
@@ -308,6 +313,7 @@ class TrainState:
         """Counts a step of `samples` sequences and `tokens` tokens, over all ranks."""
         self.step += 1
         self.metrics = {}
+        self.evaluation_pending = False
         self.batch_samples, self.batch_tokens = samples, tokens
         self.samples_seen += samples
         self.tokens_seen += tokens

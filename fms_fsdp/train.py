@@ -94,8 +94,14 @@ def train(
     """
     timer.mark("start")
     stop.check_start(state)
-    if not state.stop_reason:
+    if state.is_done:  # the launch before ended between its last save and the evaluation
+        _evaluate(evaluator, sampler, state)
+        checkpoints.add_evaluation(state)
+        if exporter is not None:
+            exporter.run_if_due(state)
+    elif not state.stop_reason:
         evaluator.run_if_due(state)
+        checkpoints.add_evaluation(state)
     if recipe.gc_interval:  # a rank that collects lets all others wait: collect on the same steps
         gc.collect()
         gc.freeze()
@@ -118,13 +124,19 @@ def train(
         profiler.step()
         stop.update(state, HostCopy(result.requests))  # before evaluation and save of the last step
         timer.mark("hooks")
-        evaluator.run_if_due(state)
-        if sampler is not None:
-            sampler.run_if_due(state)
+        if state.is_done:
+            # The save comes first: a kill during the evaluation of the last step loses no step.
+            state.evaluation_pending = evaluator.is_due(state)
+        else:
+            _evaluate(evaluator, sampler, state)
         timer.mark("hooks")
         if checkpoints.is_due(state):
             timer.mark("device")  # the copy waits for the steps, which is not time of the save
         checkpoints.save_if_due(state)
+        if state.is_done:
+            timer.mark("checkpoint")
+            _evaluate(evaluator, sampler, state)
+            checkpoints.add_evaluation(state)
         if exporter is not None:
             exporter.run_if_due(state)
         timer.mark("checkpoint")
@@ -132,11 +144,18 @@ def train(
             gc.collect()
     guard.settle()
     metrics.finish()
-    if state.is_done:
+    if state.is_done and not state.evaluation_pending:
         checkpoints.finish(state)
         guard.finish()
         if exporter is not None:
             exporter.finish()
+
+
+def _evaluate(evaluator: Evaluator, sampler: Sampler | None, state: TrainState) -> None:
+    """Evaluates and samples what is due after a step; a stop that is requested ends both."""
+    evaluator.run_if_due(state)
+    if sampler is not None:
+        sampler.run_if_due(state)
 
 
 def next_batch(recipe: TrainStep, state: TrainState) -> Batch:

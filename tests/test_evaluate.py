@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -19,14 +21,16 @@ import torch.nn.functional as F
 
 import fms_fsdp
 from fms_fsdp.__main__ import main as command
+from fms_fsdp.checkpoint.folders import problem
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
 from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from tests.cases import cases
-from tests.cli import last_of_each, metrics, run, trained
-from tests.warm import COMMANDS, launch
+from tests.cli import TINY, last_of_each, metrics, run, status, trained
+from tests.run.test_launch import wait_for
+from tests.warm import COMMANDS, launch, running
 
 SEQ = 32
 FLAGS = ("--model_variant=tiny", f"--seq_length={SEQ}", "--report_interval=1", "--precision=fp32")
@@ -76,6 +80,14 @@ def evaluations(folder: Path, attempt: int = 1) -> dict[int, dict[str, float]]:
     }
 
 
+def saved(folder: Path, step: int) -> dict[str, Any]:
+    """The metadata of a checkpoint."""
+    content: dict[str, Any] = json.loads(
+        (folder / f"checkpoints/step_{step}/train_state.json").read_text()
+    )
+    return content
+
+
 def curve(folder: Path) -> list[tuple[float, float, str]]:
     return [
         (r["loss"], r["grad_norm"], r["data_fingerprint"])
@@ -116,8 +128,7 @@ def test_run_records_its_evaluations(whole: Path) -> None:
         for name in ("eval", "eval/docs", "eval/code"):
             assert values[f"{name}/ppl"] == pytest.approx(math.exp(values[f"{name}/loss"]))
     for step in (2, 4):
-        state = json.loads((whole / f"checkpoints/step_{step}/train_state.json").read_text())
-        assert state["validation_loss"] == found[step]["eval/loss"]
+        assert saved(whole, step)["validation_loss"] == found[step]["eval/loss"]
     # the last evaluation comes after the last report
     spent = {step: record["eval_ms"] > 0 for step, record in metrics(whole).items()}
     assert spent == {1: True, 2: False, 3: True, 4: False}
@@ -154,6 +165,37 @@ def test_losses_equal_a_slow_reference(corpus: Path, whole: Path) -> None:
 def test_validation_leaves_training_bit_equal(corpus: Path, whole: Path, tmp_path: Path) -> None:
     trained(*flags(corpus), f"--output_dir={tmp_path}")
     assert evaluations(tmp_path) == {} and curve(tmp_path) == curve(whole)
+
+
+def test_stop_abandons_validations_under_way(tmp_path: Path) -> None:
+    """First the one of step 2, by a signal; then that of the last step, by a kill. Each comes first in the
+    next launch."""
+    argv = [*TINY, "--trackers=none", "--checkpoint_interval=0", "--eval_interval=2"]
+    argv += [f"--output_dir={tmp_path}"]
+    long, short = ("--eval_steps=1000000", "--eval_steps=1")
+    metrics_file, last = tmp_path / "metrics.jsonl", tmp_path / "checkpoints/step_4"
+    with running([*argv, "--num_steps=4", long]) as process:
+        wait_for(lambda: metrics_file.exists() and '"step": 2,' in metrics_file.read_text())
+        os.kill(process.pid or 0, signal.SIGTERM)
+        process.join(20)
+        assert process.exitcode == 75
+    assert status(tmp_path)["step"] == 2 and evaluations(tmp_path) == {}
+    assert saved(tmp_path, 2)["evaluation_pending"]
+    assert run(*argv, "--num_steps=4", short, "--exit_step=3").returncode == 75
+    assert list(evaluations(tmp_path, 2)) == [2]
+    values = evaluations(tmp_path, 2)[2]
+    assert saved(tmp_path, 2)["validation_loss"] == values["eval/loss"]
+    assert values.items() <= saved(tmp_path, 2)["metrics"].items()
+    with running([*argv, "--num_steps=4", long]) as process:
+        wait_for(last.is_dir)
+        process.kill()
+        process.join(20)
+    assert saved(tmp_path, 4)["evaluation_pending"] and not problem(last)
+    trained(*argv, "--num_steps=4", short)
+    assert list(evaluations(tmp_path, 4)) == [4] and status(tmp_path)["status"] == "finished"
+    assert saved(tmp_path, 4)["validation_loss"] == evaluations(tmp_path, 4)[4]["eval/loss"]
+    assert "evaluation_pending" not in saved(tmp_path, 4) and not problem(last)
+    assert "already finished" in trained(*argv, "--num_steps=4", short)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@
     step_<N>.superseded-<k>      renamed because a launch resumed from an earlier step
     step_<N>.deleted             being deleted
 
-`files.json`, written last, lists size and checksum of every other file. Three similar cases are
+`files.json`, written last, lists size and checksum of every other file. The evaluation of the last
+step is added later: it replaces train_state.json, then files.json. Three similar cases are
 distinguished: a corrupt file (missing, other size or content), a file that cannot be read
 (OSError: the storage, not the checkpoint), and a folder that vanished because the run deleted it
 (CheckpointDeleted).
@@ -32,10 +33,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import write_atomically
 from fms_fsdp.state import TrainMetadata, read_train_metadata
 
 T = TypeVar("T")
 FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
+NEXT_FILES = "files.next.json"  # the listing with the next train_state.json, while that is replaced
 _PAGE = 4096
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(r"step_[0-9]+\.(partial|damaged|superseded|deleted)(?:-\d+)?")
@@ -125,14 +128,39 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     Raises:
         UserError: it is missing or corrupt, or names a file outside of the folder.
     """
-    content, text = _read_json(folder / FILES)
+    if (folder / NEXT_FILES).exists():  # a kill ended `replace_metadata`
+        with suppress(UserError):
+            files = _read_listing(folder / NEXT_FILES)
+            if STATE in files and not _file_problem(folder / STATE, *files[STATE]):
+                return files
+    return _read_listing(folder / FILES)
+
+
+def replace_metadata(folder: Path, metadata: TrainMetadata) -> None:
+    """Replaces train_state.json of a complete checkpoint, which is valid after a kill at any time.
+
+    Raises:
+        UserError: the listing is corrupt. OSError: a file cannot be written.
+    """
+    text = json.dumps(metadata.content, indent=1).encode()
+    checksum = Checksum()
+    checksum.update(text)
+    files = read_files(folder) | {STATE: (len(text), checksum.value)}
+    # The new listing is on disk before the file that it describes, and its rename comes last.
+    write_atomically(folder / NEXT_FILES, format_files(files), sync=True)
+    write_atomically(folder / STATE, text, sync=True)
+    os.replace(folder / NEXT_FILES, folder / FILES)
+
+
+def _read_listing(path: Path) -> dict[str, tuple[int, int]]:
+    content, text = _read_json(path)
     try:
         files = {name: (int(size), int(crc, 16)) for name, (size, crc) in content["files"].items()}
         is_valid = format_files(files) == text and not any("/" in name for name in files)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         is_valid = False
     if not is_valid:
-        raise UserError(f"{FILES} is corrupt")
+        raise UserError(f"{path.name} is corrupt")
     return files
 
 
@@ -204,7 +232,8 @@ def problem(folder: Path) -> str:
             if why := _file_problem(
                 folder / name, size, crc if name in (STATE, METADATA) else None
             ):
-                return why
+                # The run may have replaced train_state.json and the listing meanwhile.
+                return problem(folder) if read_files(folder) != files else why
         step = read_metadata(folder).step
         return "" if folder.name == f"step_{step}" else f"{STATE} is of step {step}"
     except CheckpointDeleted:
@@ -223,10 +252,14 @@ def corrupt_files(folder: Path, rank: int = 0, num_ranks: int = 1) -> list[str]:
         writer = re.match(r"__(\d+)_", name)
         return int(writer[1] if writer else 0) % num_ranks == rank
 
-    mine = [item for item in sorted(read_files(folder).items()) if is_mine(item[0])]
+    files = read_files(folder)
+    mine = [item for item in sorted(files.items()) if is_mine(item[0])]
     with ThreadPoolExecutor(4) as pool:
         found = pool.map(lambda item: _file_problem(folder / item[0], *item[1]), mine)
-        return list(filter(None, found))
+        corrupt = list(filter(None, found))
+    if corrupt and read_files(folder) != files:  # the run replaced train_state.json meanwhile
+        return corrupt_files(folder, rank, num_ranks)
+    return corrupt
 
 
 def checkpoint_steps(root: Path) -> list[int]:

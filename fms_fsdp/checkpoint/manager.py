@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.dtensor import local_shard, sharded_like
 from fms_fsdp.distributed.runtime import log, rank_log
-from fms_fsdp.errors import RunFailed
+from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.state import RunConfig, TrainMetadata, TrainState
 
 SAVE_TIMEOUT_S = 3600.0  # of one save; a rank that waits for another rank's save does not hang
@@ -60,6 +61,7 @@ class CheckpointManager:
         self.schedule = parse_schedule(cfg.checkpoint_schedule, cfg.checkpoint_interval)
         self.policy = KeepPolicy.from_config(cfg)
         self.start = self.newest = self._saving = state.step
+        self._lacks_evaluation = state.evaluation_pending  # whether the newest checkpoint does
         self._written: set[int] = set()
         self._has_old = bool(self.policy.last)
         if is_main:
@@ -114,9 +116,11 @@ class CheckpointManager:
             data=state.stream.state_dict(),
             loss_scale=None if state.loss_scale is None else state.loss_scale.state_dict(),
             non_finite_steps=state.non_finite_steps,
+            evaluation_pending=state.evaluation_pending,
             **self.run.saved_with,
         )
-        self._warn_if_unranked(metadata)
+        if not state.evaluation_pending:
+            self._warn_if_unranked(metadata)
         self._saving, began = state.step, time.perf_counter()
         tensors = collect_tensors(state.model, state.optimizers)
         if self._background and not wait:
@@ -129,6 +133,28 @@ class CheckpointManager:
                     f"the last checkpoint (step {state.step}) could not be written: {error}; free "
                     f"disk space and run again: the run resumes from step {self.newest}"
                 ) from error
+
+    def add_evaluation(self, state: TrainState) -> None:
+        """Records the evaluation of a step that was saved before it was evaluated."""
+        if not self._lacks_evaluation or state.evaluation_pending or self.newest != state.step:
+            return
+        self._lacks_evaluation = False
+        folder = self.root / f"step_{state.step}"
+        if not self.is_main or not folder.is_dir():  # it is in the folder of another run
+            return
+        try:
+            saved = folders.read_metadata(folder)
+            evaluated = replace(
+                saved,
+                validation_loss=state.val_loss,
+                metrics={**saved.metrics, **state.metrics},
+                evaluation_pending=False,
+            )
+            folders.replace_metadata(folder, evaluated)
+        except (OSError, UserError) as error:
+            log.warning("the evaluation of step %d is not in %s: %s", state.step, folder, error)
+            return
+        self._warn_if_unranked(evaluated)
 
     def finish(self, state: TrainState) -> None:
         """Deletes old checkpoints at the end of a run, where no later step confirms the newest."""
@@ -199,6 +225,7 @@ class CheckpointManager:
             on_commit=on_commit,
         )
         self.newest, self.save_s = metadata.step, time.perf_counter() - began
+        self._lacks_evaluation = metadata.evaluation_pending
         self._has_old = bool(self.policy.last)
 
     def _delete_if_confirmed(self, state: TrainState) -> None:

@@ -196,6 +196,14 @@ def min_over_ranks(values: Sequence[int]) -> list[int]:
     return cast(list[int], minima.tolist())
 
 
+def sum_over_ranks(values: Sequence[int]) -> list[int]:
+    """Returns the sum of each value over all ranks (collective). Does not wait for the device."""
+    sums = torch.tensor(values, dtype=torch.int64)
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return cast(list[int], sums.tolist())
+
+
 class HostCopy:
     """A copy of device values to the host; `read` waits for work queued before the copy, not after."""
 

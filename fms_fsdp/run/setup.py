@@ -295,6 +295,7 @@ def initial_state(
         start.tokens_seen,
         samples_at_end=start.rows_seen + left,
         non_finite_steps=start.non_finite_steps,
+        evaluation_pending=start.evaluation_pending,
     )
     if run.precision.compute == "fp16":
         from fms_fsdp.optim.loss_scale import LossScale

@@ -1,8 +1,9 @@
 """When a launch ends before the run: signals, STOP file, steps, tokens, time. All ranks agree.
 
 An event on one rank (a signal, the file, the clock, a full disk) is a request: the sum of the
-requests over all ranks comes with the number of labels, which each step reduces anyway. The launch
-then saves and ends as "resume_me": the same command resumes the run. Imports no torch.
+requests over all ranks comes with the number of labels, which each step reduces anyway. Between two
+steps, an evaluation sums the requests before each of its batches. The launch then saves and ends as
+"resume_me": the same command resumes the run. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -84,7 +85,10 @@ class StopSignals:
 class StopControl:
     """Sets `state.stop_reason` after the step at which this launch ends.
 
-    `save_s` and `eval_s`: time for saving and evaluating if the launch ends now.
+    save_s, eval_s   time for saving and evaluating if the launch ends now
+    is_requested     whether any rank was asked to stop: no evaluation begins, and one under way ends.
+                     A limit that was reached (`--exit_interval`) is no request
+    sum_over_ranks   sums numbers over all ranks
     """
 
     def __init__(
@@ -94,15 +98,20 @@ class StopControl:
         signals: StopSignals,
         is_main: bool,
         eval_interval: int = 0,
+        sum_over_ranks: Callable[[Sequence[int]], Sequence[int]] = list,
     ) -> None:
         self.cfg, self.stop_file, self.signals, self.is_main = cfg, stop_file, signals, is_main
         self.eval_interval, self.save_s, self.eval_s = eval_interval, 0.0, 0.0
         self._longest_eval_s = self._eval_total_s = 0.0
         self._step_began = self._slowest_step_s = self._file_checked = 0.0
         self._pending: HostCopy | None = None
+        self.is_requested = False
+        self._sum_over_ranks = sum_over_ranks
 
     def check_start(self, state: TrainState) -> None:
         """Ends the launch before its first step if `--exit_step` is reached already."""
+        if state.is_done:  # only the evaluation of the last step is left
+            return
         if (limit := self.cfg.exit_step) and limit <= state.start:
             state.stop_reason = f"--exit_step={limit} is reached"
 
@@ -116,12 +125,16 @@ class StopControl:
 
     def requests(self, state: TrainState) -> tuple[int, int, int, int]:
         """Returns the requests of this rank before a step: signal, file, clock, records."""
-        now = self._step_began = time.monotonic()
+        self._step_began = time.monotonic()
+        return self._requests(state, self.margin_s())
+
+    def _requests(self, state: TrainState, margin_s: float) -> tuple[int, int, int, int]:
         by_file = by_clock = False
         if self.is_main:
+            now = time.monotonic()
             if now - self._file_checked >= 1.0:  # the file system may be slow
                 self._file_checked, by_file = now, self.stop_file.exists()
-            by_clock = any(left < self.margin_s() for left, _ in self._clocks())
+            by_clock = any(left < margin_s for left, _ in self._clocks())
         return (
             int(bool(self.signals.name)),
             int(by_file),
@@ -140,7 +153,6 @@ class StopControl:
             self._slowest_step_s = max(0.9 * self._slowest_step_s, step_s)
         late, self._pending = self._pending, requests
         known = late if requests.is_late else requests
-        by_signal, by_file, by_clock, by_records = known.read() if known else (0, 0, 0, 0)
         samples, tokens = state.seen_in_launch
         limits = {
             "exit_interval": state.steps_in_launch,
@@ -151,6 +163,21 @@ class StopControl:
         for name, reached in limits.items():
             if (limit := getattr(cfg, name)) and reached >= limit:
                 state.stop_reason = f"--{name}={limit} is reached"
+        if known is not None:
+            self._decide(state, known.read())
+
+    def interrupts(self, state: TrainState) -> bool:
+        """Returns whether an evaluation must end at its next batch (collective: every rank)."""
+        if not self.is_requested:
+            # The margin keeps the time of an evaluation that is due: this is that evaluation.
+            requests = self._requests(state, self.margin_s() - self._eval_margin_s())
+            self._decide(state, self._sum_over_ranks(requests))
+        return self.is_requested
+
+    def _decide(self, state: TrainState, requests: Sequence[int]) -> None:
+        """Sets the reason to stop; `requests`: the sums over all ranks."""
+        by_signal, by_file, by_clock, by_records = requests
+        self.is_requested = any(requests)
         if by_records:
             state.stop_reason = state.record_error or "rank 0 cannot write its records"
         elif by_signal:
@@ -166,6 +193,10 @@ class StopControl:
         if self.cfg.exit_margin_s is not None:
             return self.cfg.exit_margin_s
         return 3 * self._slowest_step_s + self.eval_s + 1.5 * self.save_s + 10
+
+    def _eval_margin_s(self) -> float:
+        """Returns the part of the margin that is for an evaluation."""
+        return self.eval_s if self.cfg.exit_margin_s is None else 0.0
 
     def _clocks(self) -> Iterator[tuple[float, str]]:
         """Yields the seconds left by each clock, and the reason when they are too few."""

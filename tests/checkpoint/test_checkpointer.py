@@ -103,7 +103,7 @@ def manager_of(
     seen: dict[str, Any] = dict(
         tokens_seen=96, samples_seen=0, val_loss=None, metrics={}, loss_scale=None
     )
-    health = dict(non_finite_steps=0, last_finite_step=0)
+    health = dict(non_finite_steps=0, last_finite_step=0, evaluation_pending=False)
     ends = dict(step=0, num_steps=100, stop_reason="", is_done=False)
     state: Any = SimpleNamespace(
         model=model, optimizers=optimizers, stream=stream, **seen, **ends, **health

@@ -107,6 +107,18 @@ def test_the_stop_file_is_seen_by_rank_0_alone_and_ends_the_launch(tmp_path: Pat
     assert stepped(limits(tmp_path), beginning()) == f"stopped by the file {tmp_path / 'STOP'}"
 
 
+def test_request_of_another_rank_interrupts(tmp_path: Path) -> None:
+    """An evaluation asks all ranks before each batch; the clock keeps no time for it any more."""
+    asked = [[0, 0, 0, 0], [1, 0, 0, 0]]
+    stop, progress = limits(tmp_path, exit_duration_in_mins=1000), beginning()
+    stop._sum_over_ranks = lambda requests: asked.pop(0)
+    assert not stop.interrupts(progress) and not progress.stop_reason
+    assert stop.interrupts(progress) and stop.interrupts(progress)
+    assert progress.stop_reason == "stopped by a signal to another rank"
+    stop = limits(tmp_path, exit_interval=1)
+    assert stepped(stop, progress) and not stop.interrupts(progress)  # nobody asked
+
+
 def test_the_second_interrupt_ends_the_launch_at_once_and_the_first_does_not() -> None:
     heard = StopSignals.__new__(StopSignals)  # the whole one would take the signals of this process
     heard._interrupts = 0
