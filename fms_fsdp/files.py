@@ -1,5 +1,8 @@
 """Writes that a reader sees complete or not at all, and names of files that come from other files.
 
+Network and FUSE file systems lack some operations (sync of folders, rename over a file, mmap, a
+size). Without them a write still ends well, and one note says what is missing.
+
 Anyone may have written a file that names others: such a name is used below its own folder or not at
 all, and opening it never waits. Links on the disk are followed, because the user made them. Standard
 library only.
@@ -7,14 +10,20 @@ library only.
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import re
 import stat
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.errors import StorageError, UserError
+from fms_fsdp.errors import StorageError, UserError, note_once
+
+# A file system answers with one of these codes if it lacks the operation. EINVAL is among them: fsync
+# of a folder has it on CIFS and gocryptfs.
+UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 # ASCII and Latin-1 controls, lone surrogates, the two separators that end a line
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
@@ -33,11 +42,75 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
             file.write(content.encode() if isinstance(content, str) else content)
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
+                sync_to_disk(file.fileno(), temporary)
+        replace_file(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync_to_disk(descriptor: int, path: Path) -> None:
+    """Waits until an open file or folder is on disk, if its file system can sync such a thing.
+
+    Raises:
+        OSError: the content could not be written.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        # Nothing was lost: the system writes the content later, as it does without fsync. To fail
+        # here would mean that no checkpoint is ever saved.
+        kind = "folders" if path.is_dir() else "files"
+        note_once(
+            f"the file system cannot sync {kind} ({error.strerror}): "
+            "a power failure may lose what was written last"
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on disk; see `sync_to_disk`."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        sync_to_disk(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(temporary: Path, path: Path) -> None:
+    """Renames a file over another one, in one step if the file system can.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    try:
+        os.replace(temporary, path)
+    except FileExistsError:  # as of file systems that cannot rename over a file
+        note_once(
+            "the file system cannot replace a file in one step: a process that is killed meanwhile "
+            "leaves none"
+        )
+        path.unlink()
+        os.rename(temporary, path)
+
+
+def free_bytes(folder: str | os.PathLike[str]) -> int | None:
+    """Returns the free space for a new file; None if the file system reports no size, as some of FUSE."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def map_or_read(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
+    """Returns the content of a file, mapped if the file system can map files."""
+    with open(path, "rb") as file:
+        try:
+            if os.fstat(file.fileno()).st_size:  # an empty file cannot be mapped
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if error.errno not in {errno.ENODEV, *UNSUPPORTED}:
+                raise
+        return file.read()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -100,12 +101,26 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
+    with mounted(tmp_path / "disk", "size=4m") as folder:
+        yield folder
+
+
+@pytest.fixture
+def disk_without_size(tmp_path: Path) -> Iterator[Path]:
+    """A file system that reports 0 blocks, as some of FUSE: a tmpfs without a limit."""
+    with mounted(tmp_path / "disk", "size=0") as folder:
+        yield folder
+
+
+@contextmanager
+def mounted(folder: Path, option: str) -> Iterator[Path]:
     folder.mkdir()
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", option, "tmpfs", folder], capture_output=True, text=True
     )
     if mount.returncode:
         pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)

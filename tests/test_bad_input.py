@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -63,12 +62,18 @@ def refusal(*argv: str) -> str:
 
 
 def test_small_disk_matters_only_for_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=3 * 2**19))
+    monkeypatch.setattr("fms_fsdp.run.checks.free_bytes", lambda folder: 3 * 2**19)
     text = refusal()
     assert "--ckpt_save_path=" in text and "1.5 MiB" in text and "GiB" not in text
     for due in ("--checkpoint_interval=5", "--checkpoint_schedule=5@9"):
         assert "for one checkpoint" in refusal("--save_last=False", due)
     plan("--save_last=False", "--checkpoint_interval=0")
+
+
+def test_disk_without_a_size_is_accepted(disk_without_size: Path) -> None:
+    """It was "must be writable", as /proc, which has no blocks either."""
+    plan(f"--output_dir={disk_without_size / 'run'}")
+    assert not list(disk_without_size.iterdir())
 
 
 @cases(f"""

@@ -1,11 +1,14 @@
 """Names read from files lead nowhere but below their folder."""
 
+import errno
+import mmap
 import os
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
-from fms_fsdp.files import open_regular, safe_name
+from fms_fsdp.files import map_or_read, open_regular, safe_name, write_atomically
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])
@@ -43,3 +46,32 @@ def test_only_regular_files_are_opened(
     descriptor = open_regular(tmp_path / "link")
     assert os.read(descriptor, 9) == b"abc"
     os.close(descriptor)
+
+
+def test_writes_need_no_optional_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sync, rename over a file and mmap are missing on some network and FUSE file systems. None of them
+    can be mounted in CI, so the calls answer as theirs."""
+    replace = os.replace
+
+    def no_sync(descriptor: int) -> NoReturn:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    def no_replace(source: Path, target: Path) -> None:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "File exists")
+        replace(source, target)
+
+    def no_mmap(*given: Any, **settings: Any) -> NoReturn:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(os, "fsync", no_sync)
+    monkeypatch.setattr(os, "replace", no_replace)
+    monkeypatch.setattr(mmap, "mmap", no_mmap)
+    path = tmp_path / "status.json"
+    for content in (b"old", b"new"):
+        write_atomically(path, content, sync=True)
+        assert map_or_read(path) == content
+    assert list(tmp_path.iterdir()) == [path]
+    assert capsys.readouterr().err.count("note: the file system cannot") == 2

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import pickle
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -54,7 +53,8 @@ from fms_fsdp.checkpoint.folders import (
 )
 from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.runtime import gather_objects
-from fms_fsdp.errors import RunFailed, StorageError, UserError
+from fms_fsdp.errors import FULL_DISK, RunFailed, StorageError, UserError
+from fms_fsdp.files import free_bytes, sync_folder, sync_to_disk
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.state import TrainMetadata
@@ -67,7 +67,15 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written, e.g. the disk is full. Raised on every rank."""
+    """A checkpoint could not be written, e.g. the disk is full. Raised on every rank.
+
+    `remedy` says what the user can do about it.
+    """
+
+    def __init__(self, reason: str, error: BaseException, root: Path) -> None:
+        super().__init__(reason)
+        is_full = isinstance(error, StorageError) or getattr(error, "errno", None) in FULL_DISK
+        self.remedy = "free disk space" if is_full else f"check the file system of {root}"
 
 
 def collect_tensors(model: nn.Module, optimizers: Optimizers | None) -> Tensors:
@@ -102,9 +110,9 @@ def write_checkpoint(
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a collection of tracebacks: report the first rank's
         rank, inner = first_failure(error)
-        raise SaveFailed(f"rank {rank}: {inner}".splitlines()[0]) from error
+        raise SaveFailed(f"rank {rank}: {inner}".splitlines()[0], inner, root) from error
     except OSError as error:
-        raise SaveFailed(str(error)) from error
+        raise SaveFailed(str(error), error, root) from error
 
 
 def load_checkpoint(
@@ -218,7 +226,8 @@ class _Writer(FileSystemWriter):
         """Raises StorageError on rank 0, before any rank writes, if the disk is too small."""
         items = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data]
         needed = sum(math.prod(i.chunk.sizes) * i.properties.dtype.itemsize for i in items)
-        if (free := shutil.disk_usage(self.path).free) < needed:
+        free = free_bytes(self.path)
+        if free is not None and free < needed:
             raise StorageError(
                 f"it needs {format_bytes(needed)} of disk space, and {format_bytes(free)} is free"
             )
@@ -245,11 +254,11 @@ class _Writer(FileSystemWriter):
         content = replace(self._metadata, save_s=save_s).content
         self._write_text(STATE, json.dumps(content, indent=1))
         self._write_text(FILES, format_files(self.files))
-        _sync_folder(folder)
+        sync_folder(folder)
         if final.exists():
             rename_aside(final, "damaged")
         os.rename(folder, final)
-        _sync_folder(final.parent)
+        sync_folder(final.parent)
         self._on_commit()
 
     def _write_text(self, name: str, text: str) -> None:
@@ -278,7 +287,9 @@ class _SyncedFiles(FileSystem):
 class _SyncedFile(io.BufferedWriter):
     def __init__(self, path: Path, files: dict[str, tuple[int, int]]) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self._name, self._files, self._checksum = path.name, files, Checksum()
+        self._path = path
+        self._files = files
+        self._checksum = Checksum()
 
     def write(self, data: Any) -> int:
         self._checksum.update(data)
@@ -289,18 +300,10 @@ class _SyncedFile(io.BufferedWriter):
             return
         try:
             self.flush()
-            os.fsync(self.fileno())
-            self._files[self._name] = self.tell(), self._checksum.value
+            sync_to_disk(self.fileno(), self._path)
+            self._files[self._path.name] = self.tell(), self._checksum.value
         finally:
             self.raw.close()  # super().close() would flush again, and fail again on a full disk
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class CheckpointReader(FileSystemReader):

@@ -130,8 +130,8 @@ class CheckpointManager:
             error = self._collect(wait=True)
             if error is not None and state.is_done:
                 raise RunFailed(
-                    f"the last checkpoint (step {state.step}) could not be written: {error}; free "
-                    f"disk space and run again: the run resumes from step {self.newest}"
+                    f"the last checkpoint (step {state.step}) could not be written: {error}; "
+                    f"{error.remedy} and run again: the run resumes from step {self.newest}"
                 ) from error
 
     def add_evaluation(self, state: TrainState) -> None:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +27,7 @@ from fms_fsdp.config.values import format_bytes, shown
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import free_bytes, sync_to_disk
 from fms_fsdp.hf.config import find_family, read_config, read_json
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
@@ -379,7 +378,8 @@ def save_weights(
         UserError: the disk is too small, or a weight is not finite or overflows in `dtype`.
     """
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
-    if (space := shutil.disk_usage(folder).free) < sum(sizes.values()):
+    space = free_bytes(folder)
+    if space is not None and space < sum(sizes.values()):
         needed = format_bytes(sum(sizes.values()))
         raise UserError(
             f"--output requires {needed}, and {format_bytes(space)} is free; free disk space, "
@@ -417,7 +417,7 @@ def save_weights(
                 check_finite(name, weight, f"it overflows in {dtype}; use another --dtype")
                 file.write(weight.view(-1).view(torch.uint8).numpy().data)
             file.flush()
-            os.fsync(file.fileno())
+            sync_to_disk(file.fileno(), folder / file_name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.values import shown
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import free_bytes
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.run.stop import job_end
 
@@ -143,11 +144,14 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
                 f"--{flag}={folder} cannot be created: {nearest} is not a folder; choose another"
             )
         is_writable = os.access(nearest, os.W_OK | os.X_OK)
-        if not is_writable or not os.statvfs(nearest).f_blocks:  # no blocks: as in /proc
+        if is_writable and free_bytes(nearest) is None:
+            is_writable = _takes_files(nearest)
+        if not is_writable:
             raise UserError(
                 f"--{flag}={folder} must be writable; change its permissions, or choose another"
             )
-    if checkpoint_bytes > (free := shutil.disk_usage(nearest).free):
+    free = free_bytes(nearest)
+    if free is not None and checkpoint_bytes > free:
         raise UserError(
             f"--ckpt_save_path={folder} requires {_size(checkpoint_bytes)} for one checkpoint, and "
             f"{_size(free)} is free; free disk space, or choose another folder"
@@ -155,6 +159,19 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
     for name in RUN_FILES:
         if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():
             raise UserError(f"--output_dir={cfg.output_dir} must have {name} as a file; remove it")
+
+
+def _takes_files(folder: Path) -> bool:
+    """Returns whether a file can be created in a folder.
+
+    /proc and /sys report no blocks and let root write by their permissions, but take no file. Some
+    FUSE file systems report no blocks too and take files: only trying tells them apart.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _size(num_bytes: int) -> str:

@@ -6,6 +6,7 @@ checkpoints/ · STOP (created by whoever wants the run to stop) · .lock
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import read_json, write_atomically
+from fms_fsdp.files import UNSUPPORTED, read_json, write_atomically
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig
@@ -123,23 +124,44 @@ def lock_folder(
 
     Waits `patience_s` for a process that is about to end. A file system without locks protects
     nothing; a line on stderr says so.
+
+    Raises:
+        UserError: another process holds the lock. OSError: the file cannot be written or locked.
     """
     file = open(folder / ".lock", "a+")
     deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                owner = file.read().strip() or "another process"
-                file.close()
-                raise UserError(f"{folder} is in use by {owner}; {remedy}") from None
-            time.sleep(0.2)
-        except OSError as error:
-            print(f"{folder}: the file system has no locks ({error.strerror})", file=sys.stderr)
-            break
+    while not _try_lock(file, folder):
+        if time.monotonic() > deadline:
+            owner = _lock_owner(file)
+            file.close()
+            raise UserError(f"{folder} is in use by {owner}; {remedy}")
+        time.sleep(0.2)
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
     return file
+
+
+def _try_lock(file: TextIO, folder: Path) -> bool:
+    """Locks an open file; returns False if another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # CIFS says EACCES, not EAGAIN: to go on without the lock would mean two writers.
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        # Any other code, such as EIO, does not say that there are no locks.
+        if error.errno not in {errno.ENOLCK, *UNSUPPORTED}:
+            file.close()
+            raise
+        print(f"{folder}: the file system has no locks ({error.strerror})", file=sys.stderr)
+    return True
+
+
+def _lock_owner(file: TextIO) -> str:
+    """Returns who holds the lock, as its file says."""
+    try:
+        file.seek(0)
+        owner = file.read().strip()
+    except OSError:  # CIFS lets nobody else read a locked file
+        owner = ""
+    return owner or "another process"

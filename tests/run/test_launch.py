@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pty
@@ -13,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.run.run_dir import lock_folder
 from tests.cli import ROOT, TINY, metrics, run, status, trained
 from tests.warm import running
@@ -165,6 +167,26 @@ def test_start_prints_a_dozen_lines(tmp_path: Path) -> None:
     log = (tmp_path / "log.txt").read_text()
     assert "    learning_rate = 0.0003" in log and "  * num_steps = 2  (flag)" in log
     assert all(line in log for line in output[1:])
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EACCES, errno.EIO])
+def test_only_missing_locks_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """On CIFS another process's lock is EACCES. It counted as "no locks", and two launches wrote."""
+
+    def refuse(file: object, operation: int) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    if code == errno.EACCES:
+        with pytest.raises(UserError, match="is in use by another process"):
+            lock_folder(tmp_path, 0.0)
+    elif code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"):
+            lock_folder(tmp_path, 0.0)
+    else:
+        lock_folder(tmp_path, 0.0).close()
 
 
 def test_lock_names_its_owner(tmp_path: Path) -> None:

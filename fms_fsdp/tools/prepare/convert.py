@@ -26,6 +26,7 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import map_or_read
 from fms_fsdp.tools.prepare.encode import Encoded, ShardRecipe, ShardsConfig, make_shards
 from fms_fsdp.tools.prepare.inputs import (
     InputFile,
@@ -249,7 +250,7 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
 
 
 def _map_ids(path: str, dtype: np.dtype[Any]) -> Tokens:
-    return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.empty(0, dtype)
+    return np.frombuffer(map_or_read(path), dtype)
 
 
 def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> str:

@@ -16,7 +16,6 @@ import importlib.util
 import io
 import json
 import lzma
-import mmap
 import os
 import re
 import zlib
@@ -31,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.files import map_or_read
 
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need about 50 times the size of a document
 FORMATS = {
@@ -373,19 +373,16 @@ def _decompress(file: IO[bytes], make_decompressor: Callable[[], Any]) -> Iterat
 @contextmanager
 def open_arrow(path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     """Opens an Arrow file, or a complete Arrow stream, as the package datasets writes it."""
-    with open(path, "rb") as file:
-        data = (
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.path.getsize(path) else b""
-        )
-        is_file = data[:6] == b"ARROW1"
-        if not is_file and data[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
-            raise pa.ArrowInvalid("the file is neither an Arrow file nor a complete Arrow stream")
-        source = pa.BufferReader(pa.py_buffer(data))
-        reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        yield (
-            reader.schema,
-            map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader,
-        )
+    data = map_or_read(path)
+    is_file = data[:6] == b"ARROW1"
+    if not is_file and data[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
+        raise pa.ArrowInvalid("the file is neither an Arrow file nor a complete Arrow stream")
+    source = pa.BufferReader(pa.py_buffer(data))
+    reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+    yield (
+        reader.schema,
+        map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader,
+    )
 
 
 # Slices

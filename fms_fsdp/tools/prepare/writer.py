@@ -33,7 +33,13 @@ from fms_fsdp.config.values import counted
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.tokenizer import Tokenizer, Tokens, unk_warning
 from fms_fsdp.errors import FULL_DISK, UserError
-from fms_fsdp.files import safe_name, write_atomically, write_json
+from fms_fsdp.files import (
+    replace_file,
+    safe_name,
+    sync_to_disk,
+    write_atomically,
+    write_json,
+)
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.tools.prepare.inputs import Document, InputFile, Problem, Slice
 from fms_fsdp.tools.table import table
@@ -155,8 +161,8 @@ class ShardWriter:
                 for batch in self._batches:
                     writer.write_batch(pa.record_batch([batch], schema=schema))
             file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.path)
+            sync_to_disk(file.fileno(), temporary)
+        replace_file(temporary, self.path)
         self._batches = []
         return self.path.stat().st_size
 
