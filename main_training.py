@@ -1,6 +1,12 @@
 """Trains a Llama: `main` is the whole flow, from flags to the last checkpoint.
 
 torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp --data_path=DIR
+
+    plan_launch   flags, machine, data, checkpoint → RunConfig; creates nothing
+    open_run      acquires the run directory and begins its records
+    build         model, optimizers, weights, progress
+    wire          the components that the loop calls
+    train         the loop, in fms_fsdp/train.py
 """
 
 # ruff: noqa: E402 - streams, CPU and memory are set up before anything else is imported
@@ -12,8 +18,10 @@ import os
 import sys
 import threading
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fms_fsdp.console import open_closed_streams
 from fms_fsdp.cpu_tuning import before_torch
@@ -24,11 +32,54 @@ check_installed()
 before_torch()
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.parse import describe_changes, describe_flags, parse
+from fms_fsdp.config.parse import Parsed, describe_changes, describe_flags, parse
 from fms_fsdp.config.values import counted
 from fms_fsdp.run.listings import print_listing
 from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
 from fms_fsdp.run.stop import StopControl, StopSignals
+
+# Each stage imports its modules, because torch must not be imported before `parse`.
+if TYPE_CHECKING:
+    import torch
+
+    from fms_fsdp.data.stream import Stream
+    from fms_fsdp.data.validation import HeldOut
+    from fms_fsdp.distributed.mesh import Mesh
+    from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
+    from fms_fsdp.run.memory import MemoryBudget
+    from fms_fsdp.run.run_dir import RunDir
+    from fms_fsdp.run.setup import Found
+    from fms_fsdp.state import RunConfig, TrainState
+    from fms_fsdp.train import Observers, TrainStep
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A planned launch: its settings, its inputs, and its place on disk.
+
+    data_changes   changes of the data since the checkpoint, for the log
+    """
+
+    parsed: Parsed[TrainConfig]
+    phases: LaunchPhases
+    device: torch.device
+    found: Found
+    run: RunConfig
+    budget: MemoryBudget
+    run_dir: RunDir
+    stream: Stream
+    data_changes: list[str]
+    held_out: tuple[HeldOut, ...]
+
+    @property
+    def world(self) -> World:
+        return self.budget.machine.world
+
+    @property
+    def start_step(self) -> int:
+        """The last step before this launch."""
+        return self.found.resume.start.step
 
 
 def main(argv: list[str]) -> int:
@@ -36,34 +87,12 @@ def main(argv: list[str]) -> int:
     status = RunStatus()  # reports errors in one line, writes status.json
     signals = StopSignals(status)
     with ExitStack() as at_end, status:
-        # 1. Flags. torch is not imported yet: a mistyped flag is reported at once.
+        # torch is not imported yet: a mistyped flag is reported at once.
         print_listing(argv)
         parsed = parse(TrainConfig, argv)
-        cfg = parsed.config
 
-        from fms_fsdp.checkpoint.io import load_checkpoint
-        from fms_fsdp.checkpoint.manager import CheckpointManager
-        from fms_fsdp.data.validation import close_held_out, open_held_out, scan_held_out
-        from fms_fsdp.distributed import runtime
-        from fms_fsdp.distributed.mesh import Mesh, plan_dims
-        from fms_fsdp.distributed.runtime import log, run_on_rank0
-        from fms_fsdp.evaluate import Evaluator, evaluate
-        from fms_fsdp.metrics.interval import describe_data
-        from fms_fsdp.metrics.logger import MetricLogger
-        from fms_fsdp.metrics.profiling import StepProfiler
         from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
-        from fms_fsdp.models.variants import resolve_model
-        from fms_fsdp.optim.optimizers import build_optimizers
-        from fms_fsdp.parallel.compile import allow_shapes, compiles_optimizer
-        from fms_fsdp.parallel.parallelize import parallelize
-        from fms_fsdp.parallel.precision import resolve_precision
-        from fms_fsdp.run import setup, startup_log
-        from fms_fsdp.run.checks import check_machine, machine_notes
-        from fms_fsdp.run.health import NonFiniteGuard, Watchdog
-        from fms_fsdp.run.memory import MemoryBudget
-        from fms_fsdp.run.resume import check_resume, find_checkpoint
-        from fms_fsdp.run.run_dir import RunDir, check_shared
-        from fms_fsdp.train import TrainStep, train
+        from fms_fsdp.train import train
 
         gc.freeze()  # exclude objects created by imports from every later collection
         gc.enable()
@@ -72,249 +101,394 @@ def main(argv: list[str]) -> int:
         phases = LaunchPhases()
         phases.done("launch")
 
-        # 2. Machine and data. Checks that need no checkpoint.
-        world = runtime.World.from_env()
-        runtime.set_up_log(world)
-        device = runtime.pick_device(world)
-        resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-        dims = plan_dims(cfg.parallel, cfg.model.name, world)
-        check_machine(cfg, device, dims)
-        for note in [*parsed.notes, *machine_notes(cfg, device, dims)]:
-            log.info("note: %s", note)
-        precision = resolve_precision(cfg.precision, device)
-        setup.check_optimizer(cfg, precision)
-        phases.done("checks")
-        runtime.init_distributed(cfg.parallel, cfg.training, world, device)
-        phases.done("group")
-        # The first collective: no rank ends with an error while another one still connects.
-        budget = MemoryBudget.measure(world, device)
-        corpus = setup.find_corpus(cfg)
-        vocab_size = corpus.vocab_size if corpus is not None else None
-        model_config = resolve_model(
-            cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size
-        )
-        setup.check_components(cfg, model_config, precision, device, dims)
-        listings = run_on_rank0(
-            partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model_config.vocab_size)
-        )
-        prompts = teacher = None
-        if cfg.eval.sample_interval:
-            from fms_fsdp.samples import Sampler, read_prompts
-
-            prompts = run_on_rank0(partial(read_prompts, cfg.eval, cfg.data, model_config))
-        if cfg.training.teacher_path and not dims.divides_model:  # `check_layout` rejects both
-            from fms_fsdp.distill import attach_teacher, find_teacher
-
-            teacher = run_on_rank0(partial(find_teacher, cfg, model_config, corpus))
-            budget = replace(budget, teacher=teacher)
-
-        # 3. Start. Rank 0 locks the folders that exist and chooses the checkpoint; the batch, the
-        # length and the schedule follow from it, once.
-        run_dir = RunDir(cfg)
-        at_end.callback(run_dir.close)
-        if not parsed.dry_run:
-            run_on_rank0(run_dir.lock)
-        resume = find_checkpoint(cfg, world, corpus, verify=not parsed.dry_run)
-        start = resume.start
-        run, epochs = setup.plan_run(
-            cfg, device, dims, precision, model_config, corpus, resume, budget
-        )
-        changes = check_resume(run, resume)
-        stream, more = setup.open_stream(run, corpus, resume, world.rank)
-        at_end.callback(stream.close)
-        held_out = open_held_out(cfg.eval, listings, run.batch.global_batch_size)
-        at_end.callback(close_held_out, held_out)
-        cfg = run.config
-        # Where nobody reads them, the lines are not made: the prediction of memory takes CPU time.
-        is_logging = world.rank == 0 or cfg.log.log_all_ranks
-        summary = ""
-        if is_logging:
-            summary = startup_log.describe(run, resume, budget, device, stream, held_out, epochs)
-        log_startup = partial(
-            startup_log.log_startup, run, resume, [*changes, *more], budget, device, corpus
-        )
-        phases.done("data")
+        launch = plan_launch(parsed, phases, at_end)
         if parsed.dry_run:
-            if is_logging:
-                expected = startup_log.describe_prediction(run, budget, device)
-                steps = startup_log.describe_steps(run, start.step)
-                log.info("\n".join([describe_changes(parsed), summary, *expected, steps]))
-                log_startup()
-            status.end(FINISHED, "dry run: nothing was written")
-            log.info(status.reason)
-            runtime.shut_down()
+            log_plan(launch)
+            end(status, FINISHED, "dry run: nothing was written")
             return status.exit_status
 
-        # 4. Records. Nothing was created so far; from here on the run directory is ours.
-        attempt, failed_step = run_on_rank0(partial(run_dir.open, resume.corrupt))
-        check_shared(run_dir.folder, world)
-        if not run_dir.checkpoints.is_relative_to(run_dir.folder):
-            check_shared(run_dir.checkpoints, world)
-        status.current_step = lambda: start.step
-        if start.step == run.num_steps and not start.evaluation_pending:
-            status.open(run_dir.folder, start.step)
+        attempt, failed_step = open_run(launch, status)
+        start = launch.found.resume.start
+        if start.step == launch.run.num_steps and not start.evaluation_pending:
             fix = "raise --num_steps or choose another --run_name"
-            status.end(FINISHED, f"already finished at step {start.step}; {fix}")
-            log.info(status.reason)
-            runtime.shut_down()
+            end(status, FINISHED, f"already finished at step {start.step}; {fix}")
             return status.exit_status
-        status.open(run_dir.folder, start.step)  # on rank 0 before any rank continues
-        run_on_rank0(partial(run_dir.write_config, run, attempt))
-        at_end.callback(runtime.close_log_files)
-        if world.rank == 0:
-            runtime.log_to_file(run_dir.log_file)
-            log.info("run directory %s (attempt %d)", run_dir.folder, attempt)
-        elif cfg.log.log_all_ranks:
-            runtime.log_to_file(run_dir.folder / f"log.rank{world.rank}.txt")
-        setup.check_failed_step(stream, failed_step, start.step)
-        runtime.log_for_files(describe_flags(parsed))
-        log.info("%s\n%s", describe_changes(parsed), summary)
-        if world.rank == 0:
-            startup_log.warn_of_missing_labels(stream)
-        if is_logging:
-            log_startup()
-        phases.done("data")
+        begin_records(launch, attempt, failed_step, at_end)
 
-        # 5. Model, optimizer, weights.
-        mesh = Mesh(run.dims, world.rank, device.type, runtime.collective_timeout(cfg.parallel))
-        phases.done("group")
-        seed, parallel = cfg.training.seed, cfg.parallel.for_rows(run.seq_length)
-        model = parallelize(
-            run.model, parallel, mesh, device=device, precision=precision, seed=seed
-        )
-        if run.batch.cuts_micro_steps:
-            allow_shapes(run.batch.batch_size)
-        compiled = compiles_optimizer(cfg.parallel, model, device)
-        optimizers = build_optimizers(cfg.optim, model, precision, seed, compiled=compiled)
-        phases.done("model")
-        if resume.hf_weights:
-            setup.load_hf_weights(resume.hf_weights, model, mesh)
-        if resume.checkpoint is not None:
-            loaded = None if resume.weights_only else optimizers
-            load_checkpoint(
-                resume.checkpoint.folder,
-                model,
-                loaded,
-                is_alone=world.size == 1,
-                verify=False,  # `find_checkpoint` has
-            )
-        run_on_rank0(partial(run_dir.rename_own, resume.superseded, "superseded"))
-        state = setup.initial_state(run, resume, model, optimizers, stream, device)
-        if teacher is not None:
-            attach_teacher(teacher, run, device, model, mesh)
-        phases.done("load")
+        mesh, state = build(launch)
 
-        # 6. Training.
-        status.current_step, status.is_training = lambda: state.step, True
-        timer, folder, root = PhaseTimer(device), run_dir.folder, run_dir.checkpoints
+        status.current_step = lambda: state.step
+        status.is_training = True
+        timer = PhaseTimer(launch.device)
         with ExitStack() as closing:  # closes in reverse; reports an error before peers notice
-            metrics = MetricLogger(run, device, mesh, state, attempt, timer, phases)
-            closing.callback(metrics.close)
-            stacks = folder / "stacks" / f"rank{world.rank}.txt"
-            watchdog = Watchdog(cfg.parallel.collective_timeout_s, stacks, status.fail)
-            closing.callback(watchdog.close)
-            profiler = StepProfiler(cfg.profiler, folder, device, world.rank)
-            closing.callback(profiler.close)
-            stop = StopControl(
-                cfg.training,
-                run_dir.stop_file,
-                signals,
-                mesh.is_main,
-                cfg.eval.eval_interval,
-                runtime.sum_over_ranks,
-            )
-            is_stopped = partial(stop.interrupts, state)
-            guard = NonFiniteGuard(
-                state,
-                cfg.training.max_bad_steps,
-                root,
-                f", with {cfg.keep_name}",
-                partial(describe_data, stream, mesh),
-                state.loss_scale,
-            )
-            evaluate_sources = partial(
-                evaluate,
-                model,
-                batch_size=run.batch.batch_size,
-                document_mask=cfg.data.document_mask,
-                device=device,
-                mesh=mesh,
-                keep_alive=watchdog.alive,
-                is_stopped=is_stopped,
-            )
-            evaluator = Evaluator(
-                cfg.eval,
-                evaluate_sources,
-                held_out,
-                metrics,
-                timer.mark,
-                setup.tokens_between_evaluations(cfg, corpus),
-            )
-            sampler = exporter = None
-            if prompts is not None:
-                sampler = Sampler(
-                    cfg, prompts, model, mesh, metrics, watchdog.alive, timer.mark, is_stopped
-                )
-            save_s, host_bytes = startup_log.save_estimates(run, resume, budget)
-            checkpoints = CheckpointManager(
-                run,
-                root,
-                attempt,
-                state,
-                is_main=mesh.is_main,
-                settle=guard.settle,
-                alive=watchdog.alive,
-                event=metrics.event,
-                save_s=save_s,
-                host_bytes=host_bytes,
-            )
-            closing.callback(checkpoints.close)
-            if interval := cfg.checkpoint.export_interval:
-                from fms_fsdp.run.exports import Exporter
-
-                exporter = Exporter(interval, root, folder / "exports", mesh)
-                closing.callback(exporter.close)
-            closing.push(lambda kind, error, trace: status.report(error) if error else None)
-            closing.enter_context(budget.explaining_out_of_memory(run))
-            closing.push(profiler.dump_at_failure)
-            recipe = TrainStep(
+            observers = wire(
+                launch,
                 mesh,
-                device,
-                run.schedule,
-                run.batch.batch_size,
-                cfg.optim.grad_clip,
-                cfg.data.document_mask,
-                dropout_seed=seed if run.model.has_dropout else None,
-                vocab_size=run.model.vocab_size,
-                micro_batch_at=run.batch.micro_batch_at,
-                gc_interval=cfg.training.gc_interval,
-            )
-            train(
-                recipe,
                 state,
-                timer,
-                watchdog=watchdog,
-                profiler=profiler,
+                attempt=attempt,
+                timer=timer,
                 status=status,
-                stop=stop,
-                guard=guard,
-                metrics=metrics,
-                evaluator=evaluator,
-                sampler=sampler,
-                checkpoints=checkpoints,
-                exporter=exporter,
+                signals=signals,
+                closing=closing,
             )
+            closing.push(lambda kind, error, trace: status.report(error) if error else None)
+            closing.enter_context(launch.budget.explaining_out_of_memory(launch.run))
+            closing.push(observers.profiler.dump_at_failure)
+            train(step_settings(launch, mesh), state, timer, observers)
 
-        # 7. End.
+        folder = launch.run_dir.folder
         if state.is_done and not state.evaluation_pending:
-            status.end(FINISHED, f"finished {counted(state.step, 'step')}")
+            end(status, FINISHED, f"finished {counted(state.step, 'step')}", folder)
         else:
             reason = f"{state.stop_reason}, at step {state.step}; run the same command to resume"
-            status.end(RESUME_ME, reason)
-        log.info("%s: %s", status.reason, run_dir.folder)
-        runtime.shut_down()
+            end(status, RESUME_ME, reason, folder)
     signals.wait_for_agent()
     return status.exit_status
+
+
+def end(status: RunStatus, outcome: str, reason: str, folder: Path | None = None) -> None:
+    """Records and logs how the launch has ended."""
+    from fms_fsdp.distributed.runtime import log, shut_down
+
+    status.end(outcome, reason)
+    log.info(reason if folder is None else f"{reason}: {folder}")
+    shut_down()
+
+
+def plan_launch(parsed: Parsed[TrainConfig], phases: LaunchPhases, at_end: ExitStack) -> Launch:
+    """Returns the plan of the launch, and opens its inputs; creates nothing (collective).
+
+    Raises:
+        UserError: the launch is rejected.
+    """
+    from fms_fsdp.data.validation import close_held_out, open_held_out
+    from fms_fsdp.distributed import runtime
+    from fms_fsdp.plan import plan_here, resolve
+    from fms_fsdp.run import setup, startup_log
+    from fms_fsdp.run.checks import machine_notes
+    from fms_fsdp.run.machine import Machine
+    from fms_fsdp.run.memory import MemoryBudget
+    from fms_fsdp.run.resume import find_resume_point
+    from fms_fsdp.run.run_dir import RunDir
+
+    # Flags and this machine. A flag that is wrong in itself ends the launch before ranks connect.
+    cfg = parsed.config
+    world = runtime.World.from_env()
+    runtime.set_up_log(world)
+    device = runtime.pick_device(world)
+    machine = Machine.here(world, device)
+    settings = resolve(cfg, machine)
+    for note in [*parsed.notes, *machine_notes(cfg, machine, settings.dims)]:
+        runtime.log.info("note: %s", note)
+    startup_log.log_precision(cfg.precision, machine)
+    phases.done("checks")
+    runtime.init_distributed(cfg.parallel, cfg.training, world, device)
+    phases.done("group")
+
+    # Measuring is the first collective: no rank ends with an error while another still connects.
+    machine = machine.measured(device)
+
+    # Data. The vocabulary of the corpus completes the model, which the other inputs must fit.
+    corpus = setup.find_corpus(cfg)
+    settings = resolve(cfg, machine, None if corpus is None else corpus.vocab_size)
+    found = setup.find_inputs(cfg, corpus, settings.model, settings.dims)
+
+    # Checkpoint. Rank 0 locks the folders that exist, so that no other launch changes them.
+    run_dir = RunDir(cfg)
+    at_end.callback(run_dir.close)
+    if not parsed.dry_run:
+        runtime.run_on_rank0(run_dir.lock)
+    resume = find_resume_point(cfg, world, corpus, verify=not parsed.dry_run)
+    found = replace(found, resume=resume)
+
+    run = plan_here(cfg, machine, found)
+
+    # Files of the data are opened last, because the stream depends on the batch.
+    stream, data_changes = setup.open_stream(
+        cfg,
+        run.batch,
+        run.model.vocab_size,
+        corpus,
+        resume,
+        dp_rank=run.dims.place(world.rank, "dp"),
+        pin_memory=device.type == "cuda",
+    )
+    at_end.callback(stream.close)
+    setup.check_length(run, stream)
+    held_out = open_held_out(cfg.eval, found.held_out, run.batch.global_batch_size)
+    at_end.callback(close_held_out, held_out)
+    phases.done("data")
+    return Launch(
+        parsed=parsed,
+        phases=phases,
+        device=device,
+        found=found,
+        run=run,
+        budget=MemoryBudget(machine, found.teacher),
+        run_dir=run_dir,
+        stream=stream,
+        data_changes=data_changes,
+        held_out=held_out,
+    )
+
+
+def log_plan(launch: Launch) -> None:
+    """Logs the run before step 1, on ranks whose log is read: the memory takes time to predict."""
+    from fms_fsdp.distributed.runtime import log
+    from fms_fsdp.run import startup_log
+
+    run = launch.run
+    budget = launch.budget
+    if launch.world.rank > 0 and not run.config.log.log_all_ranks:
+        return
+    lines = [
+        describe_changes(launch.parsed),
+        startup_log.describe(run, budget, launch.stream, launch.held_out, launch.start_step),
+    ]
+    if launch.parsed.dry_run:
+        lines += startup_log.describe_prediction(run, budget)
+        lines.append(startup_log.describe_steps(run, launch.start_step))
+    log.info("\n".join(lines))
+    if launch.world.rank == 0 and not launch.parsed.dry_run:  # a dry run reads no tokens
+        startup_log.warn_of_missing_labels(launch.stream)
+    found = launch.found
+    startup_log.log_startup(run, found.resume, launch.data_changes, budget, found.corpus)
+
+
+def open_run(launch: Launch, status: RunStatus) -> tuple[int, int | None]:
+    """Creates the run directory. Nothing was created before; from here on it is ours (collective).
+
+    Returns the attempt, from 1, and the step whose data ended the last attempt.
+
+    Raises:
+        UserError: a folder cannot be written, or not all nodes see it.
+    """
+    from fms_fsdp.distributed.runtime import run_on_rank0
+    from fms_fsdp.run.run_dir import check_shared
+
+    run_dir = launch.run_dir
+    attempt, failed_step = run_on_rank0(partial(run_dir.open, launch.found.resume.corrupt))
+    check_shared(run_dir.folder, launch.world)
+    if not run_dir.checkpoints.is_relative_to(run_dir.folder):
+        check_shared(run_dir.checkpoints, launch.world)
+    status.current_step = lambda: launch.start_step
+    status.open(run_dir.folder, launch.start_step)  # on rank 0 before any rank continues
+    return attempt, failed_step
+
+
+def begin_records(launch: Launch, attempt: int, failed_step: int | None, at_end: ExitStack) -> None:
+    """Writes config.json, and the start of the run to its log (collective).
+
+    Raises:
+        UserError: the data that ended the last attempt is still wrong.
+    """
+    from fms_fsdp.distributed import runtime
+    from fms_fsdp.run.setup import check_failed_step
+
+    run_dir = launch.run_dir
+    rank = launch.world.rank
+    runtime.run_on_rank0(partial(run_dir.write_config, launch.run, attempt))
+    at_end.callback(runtime.close_log_files)
+    if rank == 0:
+        runtime.log_to_file(run_dir.log_file)
+        runtime.log.info("run directory %s (attempt %d)", run_dir.folder, attempt)
+    elif launch.run.config.log.log_all_ranks:
+        runtime.log_to_file(run_dir.folder / f"log.rank{rank}.txt")
+    check_failed_step(launch.stream, failed_step, launch.start_step)
+    runtime.log_for_files(describe_flags(launch.parsed))
+    log_plan(launch)
+    launch.phases.done("data")
+
+
+def build(launch: Launch) -> tuple[Mesh, TrainState]:
+    """Returns the mesh, and the state of the run before its first step: model, optimizers, weights,
+    progress (collective)."""
+    from fms_fsdp.checkpoint.io import load_checkpoint
+    from fms_fsdp.distributed.mesh import Mesh
+    from fms_fsdp.distributed.runtime import collective_timeout, run_on_rank0
+    from fms_fsdp.optim.optimizers import build_optimizers
+    from fms_fsdp.parallel.compile import allow_shapes, compiles_optimizer
+    from fms_fsdp.parallel.parallelize import parallelize
+    from fms_fsdp.run.setup import initial_state
+
+    run = launch.run
+    cfg = run.config
+    device = launch.device
+    timeout = collective_timeout(cfg.parallel)
+    mesh = Mesh(run.dims, launch.world.rank, device.type, timeout)
+    launch.phases.done("group")
+
+    model = parallelize(
+        run.model,
+        cfg.parallel.for_rows(run.seq_length),
+        mesh,
+        device=device,
+        precision=run.precision,
+        seed=cfg.training.seed,
+    )
+    if run.batch.cuts_micro_steps:  # a ramp of the batch has micro-batches of several sizes
+        allow_shapes(run.batch.batch_size)
+    optimizers = build_optimizers(
+        cfg.optim,
+        model,
+        run.precision,
+        cfg.training.seed,
+        compiled=compiles_optimizer(cfg.parallel, model, device),
+    )
+    launch.phases.done("model")
+
+    resume = launch.found.resume
+    if resume.hf_weights:
+        from fms_fsdp.hf.weights import load_weights
+
+        load_weights(Path(resume.hf_weights), model, mesh)
+    if resume.checkpoint is not None:
+        load_checkpoint(
+            resume.checkpoint.folder,
+            model,
+            None if resume.weights_only else optimizers,
+            is_alone=launch.world.size == 1,
+            verify=False,  # `find_resume_point` has verified it
+        )
+    # Only now, because until here the later checkpoints could still be needed.
+    run_on_rank0(partial(launch.run_dir.rename_own, resume.superseded, "superseded"))
+    state = initial_state(run, resume, model, optimizers, launch.stream, device)
+    if launch.found.teacher is not None:
+        from fms_fsdp.distill import attach_teacher
+
+        attach_teacher(launch.found.teacher, run, device, model, mesh)
+    launch.phases.done("load")
+    return mesh, state
+
+
+def wire(
+    launch: Launch,
+    mesh: Mesh,
+    state: TrainState,
+    *,
+    attempt: int,
+    timer: PhaseTimer,
+    status: RunStatus,
+    signals: StopSignals,
+    closing: ExitStack,
+) -> Observers:
+    """Returns the components that the loop calls; `closing` closes them (collective)."""
+    from fms_fsdp.checkpoint.manager import CheckpointManager
+    from fms_fsdp.distributed.runtime import sum_over_ranks
+    from fms_fsdp.evaluate import Evaluator
+    from fms_fsdp.metrics.interval import describe_data
+    from fms_fsdp.metrics.logger import MetricLogger
+    from fms_fsdp.metrics.profiling import StepProfiler
+    from fms_fsdp.run.health import NonFiniteGuard, Watchdog
+    from fms_fsdp.run.setup import tokens_between_evaluations
+    from fms_fsdp.run.startup_log import save_estimates
+    from fms_fsdp.train import Observers
+
+    run = launch.run
+    cfg = run.config
+    run_dir = launch.run_dir
+    rank = launch.world.rank
+    metrics = MetricLogger(run, launch.device, mesh, state, attempt, timer, launch.phases)
+    closing.callback(metrics.close)
+    stacks = run_dir.folder / "stacks" / f"rank{rank}.txt"
+    watchdog = Watchdog(cfg.parallel.collective_timeout_s, stacks, status.fail)
+    closing.callback(watchdog.close)
+    profiler = StepProfiler(cfg.profiler, run_dir.folder, launch.device, rank)
+    closing.callback(profiler.close)
+    stop = StopControl(
+        cfg.training,
+        run_dir.stop_file,
+        signals,
+        mesh.is_main,
+        eval_interval=cfg.eval.eval_interval,
+        sum_over_ranks=sum_over_ranks,
+    )
+    is_stopped = partial(stop.interrupts, state)
+    guard = NonFiniteGuard(
+        state,
+        cfg.training.max_bad_steps,
+        run_dir.checkpoints,
+        advice=f", with {cfg.keep_name}",
+        describe=partial(describe_data, launch.stream, mesh),
+        loss_scale=state.loss_scale,
+    )
+    evaluator = Evaluator(
+        run,
+        state.model,
+        launch.held_out,
+        metrics,
+        device=launch.device,
+        mesh=mesh,
+        mark=timer.mark,
+        keep_alive=watchdog.alive,
+        is_stopped=is_stopped,
+        every_tokens=tokens_between_evaluations(cfg, launch.found.corpus),
+    )
+    save_s, host_bytes = save_estimates(run, launch.found.resume, launch.budget)
+    checkpoints = CheckpointManager(
+        run,
+        run_dir.checkpoints,
+        attempt,
+        state,
+        is_main=mesh.is_main,
+        settle=guard.settle,
+        alive=watchdog.alive,
+        event=metrics.event,
+        save_s=save_s,
+        host_bytes=host_bytes,
+    )
+    closing.callback(checkpoints.close)
+    sampler = exporter = None
+    if (prompts := launch.found.prompts) is not None:
+        from fms_fsdp.samples import Sampler
+
+        sampler = Sampler(
+            cfg,
+            prompts,
+            state.model,
+            mesh,
+            metrics,
+            alive=watchdog.alive,
+            mark=timer.mark,
+            is_stopped=is_stopped,
+        )
+    if interval := cfg.checkpoint.export_interval:
+        from fms_fsdp.run.exports import Exporter
+
+        exporter = Exporter(interval, run_dir.checkpoints, run_dir.folder / "exports", mesh)
+        closing.callback(exporter.close)
+    return Observers(
+        watchdog=watchdog,
+        stop=stop,
+        guard=guard,
+        metrics=metrics,
+        status=status,
+        profiler=profiler,
+        evaluator=evaluator,
+        sampler=sampler,
+        checkpoints=checkpoints,
+        exporter=exporter,
+    )
+
+
+def step_settings(launch: Launch, mesh: Mesh) -> TrainStep:
+    """Returns the settings of a step that are constant over the training loop."""
+    from fms_fsdp.train import TrainStep
+
+    run = launch.run
+    cfg = run.config
+    return TrainStep(
+        mesh=mesh,
+        device=launch.device,
+        schedule=run.schedule,
+        batch_size=run.batch.batch_size,
+        grad_clip=cfg.optim.grad_clip,
+        document_mask=cfg.data.document_mask,
+        dropout_seed=cfg.training.seed if run.model.has_dropout else None,
+        vocab_size=run.model.vocab_size,
+        micro_batch_at=run.batch.micro_batch_at,
+        gc_interval=cfg.training.gc_interval,
+    )
 
 
 if __name__ == "__main__":

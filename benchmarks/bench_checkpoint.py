@@ -82,12 +82,11 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     from fms_fsdp.config import TrainConfig
     from fms_fsdp.config.parse import parse_flags
     from fms_fsdp.distributed import runtime
-    from fms_fsdp.distributed.mesh import Mesh, plan_dims
-    from fms_fsdp.models.variants import resolve_model
+    from fms_fsdp.distributed.mesh import Mesh
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
-    from fms_fsdp.parallel.precision import resolve_precision
-    from fms_fsdp.run.setup import draft_run
+    from fms_fsdp.plan import plan
+    from fms_fsdp.run.machine import Machine
     from fms_fsdp.state import TrainMetadata
 
     flags = [
@@ -98,15 +97,14 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
     ]
     cfg, world = parse_flags(TrainConfig, flags), runtime.World.from_env()
     device, seed = runtime.pick_device(world), cfg.training.seed
-    dims = plan_dims(cfg.parallel, cfg.model.name, world)
-    precision = resolve_precision(cfg.precision, device)
-    shape = resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    run = draft_run(cfg, world, device, dims, precision, shape)
     runtime.init_distributed(cfg.parallel, cfg.training, world, device)
-    mesh = Mesh(dims, world.rank, device.type)
-    model = parallelize(shape, cfg.parallel, mesh, device=device, precision=precision, seed=seed)
+    run = plan(cfg, Machine.here(world, device).measured(device))
+    mesh = Mesh(run.dims, world.rank, device.type)
+    model = parallelize(
+        run.model, cfg.parallel, mesh, device=device, precision=run.precision, seed=seed
+    )
     state = TrainMetadata(0, **run.saved_with)
-    return mesh, model, build_optimizers(cfg.optim, model, precision, seed), state
+    return mesh, model, build_optimizers(cfg.optim, model, run.precision, seed), state
 
 
 def worker(folder: Path, variant: str, rounds: int) -> None:

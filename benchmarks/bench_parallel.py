@@ -163,7 +163,7 @@ def train_layout(
     found = _train(config, section, mesh, device, options.steps)
     dims, rows = mesh.dims, ROWS // mesh.size("dp")
     shape = Shape(config, section, FP32, dims, TOKENS, False, options.device)
-    need = estimate_memory(Step(shape, rows, 1), 8)
+    need = estimate_memory(Step(shape, rows, 1))
     found |= {"peak_mib": peak(), "predicted_mib": need.total / 2**20}
     if world > 1:
         with Sent(mesh) as counted:

@@ -14,13 +14,15 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fms_fsdp.config import BatchPlan
+from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.config.parse import parse_flags
-from fms_fsdp.predict.memory import GIB, estimate_memory, optimizer_bytes
+from fms_fsdp.plan import plan
+from fms_fsdp.predict.memory import GIB
 from fms_fsdp.predict.speed import sent
-from fms_fsdp.tools.estimate import EstimateConfig, step_of
+from fms_fsdp.run.machine import Machine
+from fms_fsdp.run.memory import MemoryBudget
 
-TOKENS, ROW, NODE, GPU_GIB = 4_194_304, 4096, 8, 80
+SEQUENCES, GPU_GIB = 1024, 80
 RECIPES = (
     ("7b", 8, "--sharding_strategy=zero1 --grad_accum_steps=128"),
     ("7b", 64, "--sharding_strategy=hsdp --grad_accum_steps=8"),
@@ -84,18 +86,14 @@ class Recipe(NamedTuple):
 
 def figures(variant: str, gpus: int, flags: str) -> Recipe:
     """Returns the recipe with the values of `estimate`."""
-    given = [f"--model_variant={variant}", f"--seq_length={ROW}", f"--num_devices={gpus}"]
-    config = parse_flags(EstimateConfig, ["--tflops=400", *given, *flags.split()])
-    dims, accum = config.dims(config.parallel), config.training.grad_accum_steps or 1
-    rows, rest = divmod(TOKENS, ROW * dims.size("dp") * accum)
-    assert rows and not rest, (
-        f"{variant} on {gpus} GPUs: the ranks cannot share the sequences of a step evenly"
-    )
-    batch = BatchPlan(rows, accum, dims.size("dp"))
-    step = step_of(config, config.parallel, batch)
-    size = optimizer_bytes(config.optim, config.resolved_model, config.resolved_precision)
-    by_axis = {axis: num_bytes / GIB for axis, num_bytes in sent(step).items()}
-    return Recipe(variant, gpus, flags, batch, estimate_memory(step, size).total / GIB, by_axis)
+    given = [f"--model_variant={variant}", f"--global_batch_size={SEQUENCES}", *flags.split()]
+    if "--grad_accum_steps" not in flags:
+        given.append("--grad_accum_steps=1")
+    machine = Machine.of_gpus(GPU_GIB * GIB, gpus)
+    run, budget = plan(parse_flags(TrainConfig, given), machine), MemoryBudget(machine)
+    need = budget.need(run).by_device("cuda", offload=False)["cuda"]
+    by_axis = {axis: num_bytes / GIB for axis, num_bytes in sent(budget.step(run)).items()}
+    return Recipe(variant, gpus, flags, run.batch, need.total / GIB, by_axis)
 
 
 def table(recipes: list[Recipe]) -> str:

@@ -230,8 +230,8 @@ def peak_of(row: Published) -> Peak:
     step = row.step
     assert step is not None
     shape, rows = step.shape, step.micro_batch
-    optimizer = 2 * NUM_BYTES[shape.precision.state]
-    need = estimate_memory(step, optimizer)
+    moments = 2 * NUM_BYTES[shape.precision.state]
+    need = estimate_memory(replace(step, optimizer_bytes=moments))
     a_logit = 4 if row.program.old_attention else 12
     tokens = rows * shape.seq_length // shape.dims.cp
     at_loss = need.activations + a_logit * tokens * shape.config.padded_vocab_size // shape.dims.tp

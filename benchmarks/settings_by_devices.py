@@ -14,17 +14,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
-
-from fms_fsdp.config import BF16, TrainConfig
+from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse_flags
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
-from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.plan import plan
+from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory import MemoryBudget
-from fms_fsdp.run.setup import draft_run
 
-NODE, GPU_GIB = 8, 80
+GPU_GIB = 80
 MODELS, DEVICES = ("7b", "13b", "34b", "70b"), (1, 8, 64, 512)
 FLAGS = (
     "--use_dummy_dataset=True --global_batch_size=1024 --use_torch_compile=True --recompute=auto"
@@ -58,19 +54,22 @@ def setting(variant: str, devices: int) -> Setting:
     cfg = parse_flags(
         TrainConfig, [f"--model_variant={variant}", "--batch_size=auto", *FLAGS.split()]
     )
-    world = World(0, 0, devices, min(devices, NODE))
-    dims = plan_dims(cfg.parallel, variant, world)
-    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    budget = MemoryBudget(world, {"cuda": GPU_GIB * 2**30, "cpu": 2**62})
-    draft = draft_run(cfg, world, torch.device("cuda", 0), dims, BF16, model)
-    run = budget.choose(draft, None)
-    section, need = run.config.parallel, budget.need(run)
+    machine = Machine.of_gpus(GPU_GIB * 2**30, devices)
+    run = plan(cfg, machine)
+    budget = MemoryBudget(machine)
+    section = run.config.parallel
     share = section.selective_checkpointing
     part = f", {share}" if section.recomputes == "blocks" and share != "1" else ""
-    kind, plan = f"`{section.recomputes}`{part}", run.batch
-    sizes = budget.minimum(run).total / 2**30, need.total / 2**30
-    strategy = f"`{run.dims.strategy}`"
-    return Setting(variant, devices, strategy, kind, plan.batch_size, plan.grad_accum_steps, *sizes)
+    return Setting(
+        variant,
+        devices,
+        strategy=f"`{run.dims.strategy}`",
+        recompute=f"`{section.recomputes}`{part}",
+        rows=run.batch.batch_size,
+        micro_steps=run.batch.grad_accum_steps,
+        least=budget.minimum(run).total / 2**30,
+        expected=budget.need(run).total / 2**30,
+    )
 
 
 def table(settings: list[Setting]) -> str:

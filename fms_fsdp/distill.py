@@ -41,7 +41,7 @@ from fms_fsdp.parallel.fsdp import free_gathered
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Memory, Step, minimum_memory
 from fms_fsdp.run.resume import check_tokenizer, checkpoint_tokenizer
-from fms_fsdp.run.trained_run import find_checkpoint
+from fms_fsdp.run.trained_run import require_checkpoint
 from fms_fsdp.state import RunConfig
 
 _FLAG = "--teacher_path"
@@ -61,18 +61,15 @@ class Teacher:
     shape: TransformerConfig
     checkpoint: Checkpoint | None
 
-    def added_to(self, need: Memory, run: RunConfig) -> Memory:
+    def added_to(self, need: Memory, step: Step) -> Memory:
         """Returns the memory of a rank with the teacher: its weights, sharded and gathered, and, in a
         step, the input of its head and a chunk of its logits."""
-        precision, step, size = (
-            _teacher_precision(run.precision),
-            Step.of(run),
-            self.shape.vocab_size,
-        )
+        precision = _teacher_precision(step.shape.precision)
         shape = replace(step.shape, config=self.shape, precision=precision)
-        own = minimum_memory(replace(step, shape=shape), 0)
-        tokens = step.micro_batch * run.seq_length
-        chunk = size * chunk_size(tokens, size, run.device_type)
+        own = minimum_memory(replace(step, shape=shape, optimizer_bytes=0))
+        tokens = step.micro_batch * shape.seq_length
+        vocab_size = self.shape.vocab_size
+        chunk = vocab_size * chunk_size(tokens, vocab_size, shape.device_type)
         working = NUM_BYTES[precision.compute] * (tokens * self.shape.hidden_size + chunk)
         return replace(
             need,
@@ -95,7 +92,7 @@ def find_teacher(cfg: TrainConfig, model: TransformerConfig, corpus: Corpus | No
         shape = open_checkpoint(folder, _FLAG).config
         used = hf_used_tokenizer(folder, f"{_FLAG}={path}")
     else:
-        checkpoint = find_checkpoint(path, None, _FLAG)
+        checkpoint = require_checkpoint(path, None, _FLAG)
         shape, used = checkpoint.metadata.run.model, checkpoint_tokenizer(checkpoint)
     length = shape.max_seq_len if shape.pos_emb == "learned" else model.max_seq_len
     if shape.vocab_size != model.vocab_size:

@@ -11,12 +11,12 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
-from fms_fsdp.config import EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.validation import HeldOut, close_held_out
 from fms_fsdp.distributed.mesh import Mesh
@@ -24,7 +24,7 @@ from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import checking_input
 from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.parallel.fsdp import evaluating
-from fms_fsdp.state import TrainState
+from fms_fsdp.state import RunConfig, TrainState
 
 
 class EvaluationStopped(Exception):
@@ -113,7 +113,7 @@ def _averages(name: str, loss_sum: float, num_labels: float, num_bytes: float) -
 class Evaluator:
     """Evaluates at the steps of the flags, and after each `every_tokens` tokens (0: never).
 
-    `evaluate_sources` maps held-out sources to values, as `evaluate` does.
+    `mark`, `keep_alive` and `is_stopped` are called as a `PhaseTimer` and `evaluate` say.
 
     An evaluation that the end of the launch stops or prevents has no result; the checkpoint records
     `evaluation_pending`, and the next launch evaluates before its first step.
@@ -121,15 +121,30 @@ class Evaluator:
 
     def __init__(
         self,
-        cfg: EvalConfig,
-        evaluate_sources: Callable[[Sequence[HeldOut]], dict[str, float]],
+        run: RunConfig,
+        model: nn.Module,
         sources: Sequence[HeldOut],
         metrics: MetricLogger,
+        *,
+        device: torch.device,
+        mesh: Mesh,
         mark: Callable[[str], None],
+        keep_alive: Callable[[], None],
+        is_stopped: Callable[[], bool],
         every_tokens: int = 0,
     ) -> None:
-        self._cfg, self._evaluate_sources, self._sources = cfg, evaluate_sources, sources
-        self._metrics, self._mark, self._every_tokens = metrics, mark, every_tokens
+        self._cfg, self._sources, self._metrics = run.config.eval, sources, metrics
+        self._mark, self._every_tokens = mark, every_tokens
+        self._evaluate = partial(
+            evaluate,
+            model,
+            batch_size=run.batch.batch_size,
+            document_mask=run.config.data.document_mask,
+            device=device,
+            mesh=mesh,
+            keep_alive=keep_alive,
+            is_stopped=is_stopped,
+        )
 
     def is_due(self, state: TrainState) -> bool:
         """Returns whether anything is evaluated after the last step."""
@@ -145,7 +160,7 @@ class Evaluator:
         self._mark("device")
         begin = time.perf_counter()
         try:
-            values = self._evaluate_sources(sources)
+            values = self._evaluate(sources)
         except EvaluationStopped:
             text = "evaluation at step %d stopped: the next launch begins with it"
             log.info(text, state.step)

@@ -31,7 +31,7 @@ from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.run.resume import checkpoint_data
-from fms_fsdp.run.trained_run import find_checkpoint, recorded_tokenizer
+from fms_fsdp.run.trained_run import recorded_tokenizer, require_checkpoint
 
 
 class TextModel(NamedTuple):
@@ -66,7 +66,7 @@ def load(
         load_checkpoint(checkpoint.folder, model, None, is_alone=True)
         return checkpoint, model
 
-    checkpoint, model = read_checkpoint(lambda: find_checkpoint(path, step, name), load_weights)
+    checkpoint, model = read_checkpoint(lambda: require_checkpoint(path, step, name), load_weights)
     tokenizer = recorded_tokenizer(checkpoint)
     return TextModel(model.eval(), tokenizer, rules_of_checkpoint(checkpoint, tokenizer))
 

@@ -180,6 +180,23 @@ class TrainMetadata:
         """Whether its weights are worth resuming from or exporting; one skipped step does not matter."""
         return self.non_finite_steps < 2
 
+    def tokens_at(self, step: int, batch: BatchPlan, seq_length: int) -> int:
+        """Returns the tokens of the run by the end of a step, if later steps have this batch.
+
+        Up to the checkpoint they are spread evenly.
+        """
+        if step < self.step:
+            return self.tokens_seen * step // self.step
+        samples = batch.samples_in(step - self.step, self.rows_seen)
+        return self.tokens_seen + samples * seq_length
+
+    def step_at(self, tokens: int, batch: BatchPlan, seq_length: int) -> int:
+        """Returns the inverse of `tokens_at`: the first step by whose end that many tokens are read."""
+        if tokens < self.tokens_seen:
+            return -(-tokens * self.step // self.tokens_seen)
+        samples = -(-(tokens - self.tokens_seen) // seq_length)
+        return self.step + batch.steps_for(samples, self.rows_seen)
+
     @property
     def content(self) -> dict[str, Any]:
         """The content of train_state.json, in JSON types, without entries that are not set."""

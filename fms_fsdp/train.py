@@ -70,22 +70,29 @@ class TrainStep:
         return self.micro_batch_at(len(batch.tokens_BS))
 
 
-def train(
-    recipe: TrainStep,
-    state: TrainState,
-    timer: PhaseTimer,
-    *,
-    watchdog: Watchdog,
-    profiler: StepProfiler,
-    status: RunStatus,
-    stop: StopControl,
-    guard: NonFiniteGuard,
-    metrics: MetricLogger,
-    evaluator: Evaluator,
-    sampler: Sampler | None,
-    checkpoints: CheckpointManager,
-    exporter: Exporter | None,
-) -> None:
+@dataclass(frozen=True)
+class Observers:
+    """The components that the loop calls between its steps; None: a flag that is off."""
+
+    watchdog: Watchdog
+    stop: StopControl
+    guard: NonFiniteGuard
+    metrics: MetricLogger
+    status: RunStatus
+    profiler: StepProfiler
+    evaluator: Evaluator
+    sampler: Sampler | None
+    checkpoints: CheckpointManager
+    exporter: Exporter | None
+
+    def evaluate(self, state: TrainState) -> None:
+        """Evaluates and samples what is due after a step; a stop that is requested ends both."""
+        self.evaluator.run_if_due(state)
+        if self.sampler is not None:
+            self.sampler.run_if_due(state)
+
+
+def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Observers) -> None:
     """Trains to the last step, or until `state.stop_reason` is set (collective: every rank).
 
     Raises:
@@ -93,69 +100,64 @@ def train(
         RunFailed: gradients stay non-finite, or the last checkpoint or the records cannot be written.
     """
     timer.mark("start")
-    stop.check_start(state)
+    observers.stop.check_start(state)
     if state.is_done:  # the launch before ended between its last save and the evaluation
-        _evaluate(evaluator, sampler, state)
-        checkpoints.add_evaluation(state)
-        if exporter is not None:
-            exporter.run_if_due(state)
+        observers.evaluate(state)
+        observers.checkpoints.add_evaluation(state)
+        if observers.exporter is not None:
+            observers.exporter.run_if_due(state)
     elif not state.stop_reason:
-        evaluator.run_if_due(state)
-        checkpoints.add_evaluation(state)
+        observers.evaluator.run_if_due(state)
+        observers.checkpoints.add_evaluation(state)
     if recipe.gc_interval:  # a rank that collects lets all others wait: collect on the same steps
         gc.collect()
         gc.freeze()
         gc.disable()
     while not state.is_done and not state.stop_reason:
-        watchdog.alive()
-        stop.expect(state, timer.totals.get("eval", 0.0), checkpoints.expected_s(state.step + 1))
-        state.requests = stop.requests(state)
+        observers.watchdog.alive()
+        save_s = observers.checkpoints.expected_s(state.step + 1)
+        observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
+        state.requests = observers.stop.requests(state)
         timer.mark("hooks")
         state.batch = batch = next_batch(recipe, state)
         timer.mark("data")
         result = train_step(recipe, state, batch, timer)
         state.count(*_size(batch, recipe.mesh))
 
-        guard.check(state.step, result.grad_norm, result.num_labels)
+        observers.guard.check(state.step, result.grad_norm, result.num_labels)
         timer.mark("hooks")
-        if metrics.after_step(state, result):
-            status.save_step()
+        if observers.metrics.after_step(state, result):
+            observers.status.save_step()
         timer.mark("logging")
-        profiler.step()
-        stop.update(state, HostCopy(result.requests))  # before evaluation and save of the last step
+        observers.profiler.step()
+        # Before the evaluation, which a stop prevents, and the save, which it requires.
+        observers.stop.update(state, HostCopy(result.requests))
         timer.mark("hooks")
         if state.is_done:
             # The save comes first: a kill during the evaluation of the last step loses no step.
-            state.evaluation_pending = evaluator.is_due(state)
+            state.evaluation_pending = observers.evaluator.is_due(state)
         else:
-            _evaluate(evaluator, sampler, state)
+            observers.evaluate(state)
         timer.mark("hooks")
-        if checkpoints.is_due(state):
+        if observers.checkpoints.is_due(state):
             timer.mark("device")  # the copy waits for the steps, which is not time of the save
-        checkpoints.save_if_due(state)
+        observers.checkpoints.save_if_due(state)
         if state.is_done:
             timer.mark("checkpoint")
-            _evaluate(evaluator, sampler, state)
-            checkpoints.add_evaluation(state)
-        if exporter is not None:
-            exporter.run_if_due(state)
+            observers.evaluate(state)
+            observers.checkpoints.add_evaluation(state)
+        if observers.exporter is not None:
+            observers.exporter.run_if_due(state)
         timer.mark("checkpoint")
         if recipe.gc_interval and state.step % recipe.gc_interval == 0:
             gc.collect()
-    guard.settle()
-    metrics.finish()
+    observers.guard.settle()
+    observers.metrics.finish()
     if state.is_done and not state.evaluation_pending:
-        checkpoints.finish(state)
-        guard.finish()
-        if exporter is not None:
-            exporter.finish()
-
-
-def _evaluate(evaluator: Evaluator, sampler: Sampler | None, state: TrainState) -> None:
-    """Evaluates and samples what is due after a step; a stop that is requested ends both."""
-    evaluator.run_if_due(state)
-    if sampler is not None:
-        sampler.run_if_due(state)
+        observers.checkpoints.finish(state)
+        observers.guard.finish()
+        if observers.exporter is not None:
+            observers.exporter.finish()
 
 
 def next_batch(recipe: TrainStep, state: TrainState) -> Batch:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fms_fsdp.config import FP32, BatchPlan, Precision, TrainConfig
-from fms_fsdp.config.batch import last_step
 from fms_fsdp.config.parse import parse
-from fms_fsdp.data.validation import scan_held_out
-from fms_fsdp.distill import find_teacher
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World, log, pick_device, versions
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.variants import VARIANTS, resolve_model
-from fms_fsdp.optim.schedules import Milestones
-from fms_fsdp.parallel.precision import resolve_precision
+from fms_fsdp.models.variants import VARIANTS
+from fms_fsdp.plan import plan_here, plan_length, plan_schedule, resolve
 from fms_fsdp.run import setup
-from fms_fsdp.run.checks import check_machine, machine_notes
+from fms_fsdp.run.checks import machine_notes
+from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint, check_resume
-from fms_fsdp.run.setup import plan_schedule
-from fms_fsdp.samples import read_prompts
+from fms_fsdp.run.setup import Found
+from fms_fsdp.run.startup_log import log_precision
 from fms_fsdp.state import RunConfig, working_folder
 
 ALONE, ONE_ROW, ONE_PROCESS, FRESH = (
@@ -49,6 +46,7 @@ def resolved(
     Raises:
         UserError: the checkpoint does not match.
     """
+    num_steps = plan_length(cfg, batch, model.vocab_size, Found(resume=resume))
     run = RunConfig(
         config=cfg,
         world_size=world_size,
@@ -57,18 +55,13 @@ def resolved(
         batch=batch,
         model=model,
         precision=precision,
-        num_steps=1,
+        num_steps=num_steps,
         tokenizer="",
-        milestones=Milestones(False, 0, 0, 0),
+        milestones=plan_schedule(cfg, batch, num_steps, resume),
         versions=versions(),
         working_dir=working_folder(),
         chosen={},
     )
-    start = resume.start
-    seen = start.step, start.rows_seen, start.tokens_seen
-    num_steps = last_step(cfg.training, batch, run.seq_length, *seen)
-    run = replace(run, num_steps=num_steps)
-    run = replace(run, milestones=plan_schedule(run, resume))
     check_resume(run, resume)
     return run
 
@@ -83,27 +76,23 @@ def planned(
     """
     parsed = parse(TrainConfig, argv)
     cfg, device = parsed.config, pick_device(world)
-    resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    dims = plan_dims(cfg.parallel, cfg.model.name, world)
-    check_machine(cfg, device, dims)
-    for note in [*parsed.notes, *machine_notes(cfg, device, dims)]:
+    machine = Machine.here(world, device)
+    for note in [*parsed.notes, *machine_notes(cfg, machine, resolve(cfg, machine).dims)]:
         log.info("note: %s", note)
-    precision = resolve_precision(cfg.precision, device)
-    setup.check_optimizer(cfg, precision)
-    memory, corpus = MemoryBudget.measure(world, device), setup.find_corpus(cfg)
-    vocab_size = corpus.vocab_size if corpus is not None else None
-    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
-    setup.check_components(cfg, model, precision, device, dims)
-    scan_held_out(cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
-    if cfg.eval.sample_interval:
-        read_prompts(cfg.eval, cfg.data, model)
-    if cfg.training.teacher_path and not dims.divides_model:
-        memory = replace(memory, teacher=find_teacher(cfg, model, corpus))
-    run, _ = setup.plan_run(cfg, device, dims, precision, model, corpus, resume, memory)
-    check_resume(run, resume)
-    return run
+    log_precision(cfg.precision, machine)
+    machine = machine.measured(device)
+    corpus = setup.find_corpus(cfg)
+    settings = resolve(cfg, machine, None if corpus is None else corpus.vocab_size)
+    found = setup.find_inputs(cfg, corpus, settings.model, settings.dims)
+    return plan_here(cfg, machine, replace(found, resume=resume))
+
+
+def machine(device_type: str = "cpu", world: World = ONE_PROCESS, **more: Any) -> Machine:
+    """Returns a machine that supports every flag, except as `more` says."""
+    return Machine(world, device_type, **more)
 
 
 def budget(world: World = ONE_PROCESS, **available: int) -> MemoryBudget:
     """Returns the bytes that a rank may use, by type of device."""
-    return MemoryBudget(world, available)
+    device_type = "cuda" if "cuda" in available else "cpu"
+    return MemoryBudget(machine(device_type, world, memory=available))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
@@ -58,12 +58,14 @@ def launch(
     cwd: Path = ROOT,
     stdin: str = "",
     backend: str = "",
+    before: Callable[[], None] | None = None,
 ) -> Ended:
     """What `python main_training.py FLAGS` ends with, in this process's environment with one thread.
 
     `num_ranks`: so many processes meet as ranks of one machine, as under torchrun but without its agent; the
     result has the first exit status that is not 0, and all that they printed. `backend`: what torch.compile
     uses where the program names none; "aot_eager" traces and divides graphs as usual but generates no code.
+    `before`: a function of a module that each process calls first.
 
     Raises: subprocess.TimeoutExpired after 240 s.
     """
@@ -72,7 +74,7 @@ def launch(
         for path in streams:
             path.write_text(stdin if path.name == "stdin" else "")
         forks = [
-            _fork(program, flags, settings, cwd, streams, backend)
+            _fork(program, flags, settings, cwd, streams, backend, before)
             for settings in _environments(num_ranks)
         ]
         for fork in forks:
@@ -118,8 +120,10 @@ def _fork(
     cwd: Path,
     streams: Sequence[str | Path],
     backend: str = "",
+    before: Callable[[], None] | None = None,
 ) -> BaseProcess:
-    given = (program, list(flags), settings, str(cwd), [str(path) for path in streams], backend)
+    paths = [str(path) for path in streams]
+    given = (program, list(flags), settings, str(cwd), paths, backend, before)
     return multiprocessing.get_context("forkserver").Process(target=_main, args=given)
 
 
@@ -162,6 +166,7 @@ def _main(
     cwd: str,
     streams: list[str],
     backend: str,
+    before: Callable[[], None] | None,
 ) -> None:
     """In the fork: becomes a launch of the program, and ends the process as main_training.py does."""
     import torch
@@ -180,6 +185,8 @@ def _main(
     torch.set_num_threads(1)
     if backend:
         torch.compile = partial(torch.compile, backend=backend)
+    if before is not None:
+        before()
     try:
         status = (main_training if program == TRAINING else commands).main(flags)
     except BaseException as error:  # noqa: BLE001 - a bug of a command ends as Python itself ends

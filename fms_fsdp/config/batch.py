@@ -74,6 +74,19 @@ class BatchPlan:
             return self.batch_size
         return max(divisors(local_batch, self.batch_size))
 
+    def micro_batch_sizes(self, most: int = 4096) -> list[int]:
+        """Returns the sizes of a micro-batch, up to `most`, that divide every batch of the run.
+
+        They are tried one by one, hence the limit.
+        """
+        unit = self.batch_size * self.grad_accum_steps
+        if self.rampup and not self.cuts_micro_steps:
+            start, increment, _, *rounding = self.rampup
+            common = math.gcd(start, increment, self.global_batch_size)
+            multiple = rounding[0] if rounding else 1
+            unit = (multiple if common % multiple else common) // self.dp_size
+        return divisors(max(unit, 1), most)
+
     def phases(self, samples_seen: int = 0) -> tuple[Phase, ...]:
         """Returns the phases of the steps after `samples_seen`, counted from there."""
         return _phases(self, samples_seen)
@@ -134,38 +147,41 @@ def global_batch(cfg: TrainingConfig, dp_size: int) -> int:
 
 
 def plan_batch(
-    cfg: TrainingConfig, dp_size: int, saved: BatchPlan | None = None, keep_name: str = ""
+    cfg: TrainingConfig, dp_size: int, kept: BatchPlan | None = None, keep_name: str = ""
 ) -> BatchPlan:
     """Returns the batch of the run: two of three factors give the third.
 
-    A resumed run keeps the global batch of the checkpoint on any number of ranks: there
-    `batch_size` is a maximum, unless --global_batch_size is set.
+    kept   the batch of the checkpoint whose global batch a resumed run keeps on any number of ranks;
+           its micro-batch, or --batch_size, is then a maximum
 
     Raises:
         UserError: the factors contradict each other, or do not divide; with valid values.
     """
-    micro, accum, total = cfg.micro_batch_size, cfg.grad_accum_steps, cfg.global_batch_size
-    keeps = saved is not None and total is None
-    if saved is not None and total is None:
-        total = saved.global_batch_size
-    total = total or global_batch(cfg, dp_size)
-    factors = {"--batch_size": micro if accum or not keeps else None, "--grad_accum_steps": accum}
+    accum = cfg.grad_accum_steps
+    if kept is None:
+        total = global_batch(cfg, dp_size)
+        micro = cfg.micro_batch_size
+        largest = micro or 2
+    else:
+        total = kept.global_batch_size
+        micro = cfg.micro_batch_size if accum else None
+        largest = cfg.micro_batch_size or kept.batch_size
+
+    factors = {"--batch_size": micro, "--grad_accum_steps": accum}
     given = {name: value for name, value in factors.items() if value}
     unit = dp_size * math.prod(given.values())
     if total % unit or (len(given) == 2 and total != unit):
-        raise UserError(_batch_error(total, dp_size, given, unit, keep_name if keeps else ""))
-    largest = micro or (saved.batch_size if saved is not None and keeps else 2)
-    divides = math.gcd(total, *cfg.rampup[:2]) if not cfg.rampup_micro_batch else total
-    if cfg.rampup and divides % cfg.rampup_round:
-        divides = cfg.rampup_round
+        raise UserError(_batch_error(total, dp_size, given, unit, keep_name if kept else ""))
+
+    per_rank = total // dp_size
     if accum:
-        size = total // dp_size // accum
-    elif micro and not keeps:
+        size = per_rank // accum
+    elif micro:
         size = micro
     else:
-        size = divisors(max(divides // dp_size, 1), largest)[-1]
-    steps = total // dp_size // size
-    plan = BatchPlan(size, steps, dp_size, cfg.rampup, cfg.rampup_micro_batch)
+        whole = BatchPlan(per_rank, 1, dp_size, cfg.rampup, cfg.rampup_micro_batch)
+        size = whole.micro_batch_sizes(largest)[-1]
+    plan = BatchPlan(size, per_rank // size, dp_size, cfg.rampup, cfg.rampup_micro_batch)
     if plan.rampup:
         check_ramp(plan, keeps_steps=accum is not None)
     return plan

@@ -147,6 +147,11 @@ class CheckpointConfig(KeepConfig):
                 f"--export_interval={interval or self.checkpoint_interval or 1000}"
             )
 
+    @property
+    def saves(self) -> bool:
+        """Whether the flags ask for any checkpoint; a launch that is stopped saves one too."""
+        return self.save_last or bool(self.checkpoint_interval or self.checkpoint_schedule)
+
 
 @dataclass(frozen=True)
 class LogConfig:

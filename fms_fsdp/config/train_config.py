@@ -69,7 +69,7 @@ class TrainConfig:
         """`--run_name`, or `<variant>-<hash>` of the changed flags that name a run."""
         if self.log.run_name:
             return self.log.run_name
-        table = flag_table(TrainConfig)
+        table = flag_table(type(self))
         named = {name: value for name, value in non_defaults(self).items() if table[name].in_name}
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
         return f"{self.model.name}-{digest}"

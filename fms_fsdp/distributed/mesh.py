@@ -12,6 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config.batch import divisors
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import World
@@ -56,7 +57,7 @@ def plan_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDi
             ranks = "world size" if dp_size == world.size else "data-parallel size"
             raise UserError(
                 f"--hsdp_shard_size={shard_size}{source} must divide the {ranks} ({dp_size} = "
-                f"replicas x hsdp_shard_size); use {_options(_divisors(dp_size))}"
+                f"replicas x hsdp_shard_size); use {_divisors_of(dp_size)}"
             )
     virtual = {"zbv": 2, "interleaved": section.pp_virtual_stages or 2}.get(section.pp_schedule, 1)
     is_ddp = strategy == "ddp" and sizes["pp"] == 1  # a shard group of one rank gathers nothing
@@ -79,18 +80,14 @@ def _axes_error(sizes: dict[str, int], world_size: int) -> UserError:
     for axis, size in given.items():
         others = product // size
         if world_size % others == 0:
-            fixes.append(f"--{axis}_size={_options(_divisors(world_size // others))}")
+            fixes.append(f"--{axis}_size={_divisors_of(world_size // others)}")
     axes = " x ".join(f"--{axis}_size={size}" for axis, size in given.items())
     fix = f"use {', or '.join(fixes)}" if fixes else "use smaller axes"
     return UserError(f"{axes} must divide the world size ({world_size}); {fix}")
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _options(numbers: list[int]) -> str:
-    *first, last = map(str, numbers)
+def _divisors_of(number: int) -> str:
+    *first, last = map(str, divisors(number, number))
     return f"{', '.join(first)} or {last}" if first else last
 
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from fms_fsdp.config import FP32, NUM_BYTES, OptimConfig, Precision
+from fms_fsdp.config import FP32, OptimConfig, Precision
 from fms_fsdp.config.flag import Flag, coerce
 from fms_fsdp.config.values import joined, must_be_one_of, shown
 from fms_fsdp.distributed.dtensor import local_shard, local_shards
 from fms_fsdp.errors import UserError, import_function
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.flops import num_params, num_params_by_unit
+from fms_fsdp.models.flops import num_params_by_unit
 from fms_fsdp.models.init import clean_name
 
 Factory = Callable[..., torch.optim.Optimizer]
@@ -359,9 +359,3 @@ def state_bytes(config: OptimConfig, model: TransformerConfig, precision: Precis
         per_param = value.nbytes / _EXAMPLE_SIZE**2
         total += per_param * counts[name.partition(".")[0]] if value.ndim else 0
     return round(total)
-
-
-def checkpoint_bytes(config: OptimConfig, model: TransformerConfig, precision: Precision) -> int:
-    """Estimates the bytes of a checkpoint: weights and optimizer state."""
-    weights = NUM_BYTES[precision.weights] * num_params(model)
-    return weights + state_bytes(config, model, precision)

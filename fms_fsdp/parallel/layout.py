@@ -20,7 +20,6 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params_by_unit
-from fms_fsdp.parallel.compile import compiles
 
 _FLOAT8_MULTIPLE = 16  # of the matrix sizes that float8 kernels of GPUs take
 
@@ -30,9 +29,12 @@ def check_layout(
     model: TransformerConfig,
     dims: ParallelDims,
     batch: BatchPlan,
-    device: torch.device,
+    *,
+    is_compiled: bool,
 ) -> None:
     """Raises UserError for a size that an axis cannot divide, or a feature that it cannot shard."""
+    if not dims.divides_model:
+        return
     section, heads, kv_heads = cfg.parallel, model.num_attention_heads, model.num_kv_heads
     tp, cp, pp, length = dims.tp, dims.cp, dims.pp, cfg.data.seq_length
     if heads % tp or (kv_heads % tp and tp % kv_heads):
@@ -64,7 +66,7 @@ def check_layout(
             f"closest valid values: {max(1, length // unit) * unit}, {(length // unit + 1) * unit}"
         )
     if pp > 1:
-        _check_pipeline(section, model.num_layers, dims, batch, compiles(section, device))
+        _check_pipeline(section, model.num_layers, dims, batch, is_compiled)
 
     unsupported = {  # feature: whether it is on, the axes that cannot shard it
         "--pos_emb=relative": (model.pos_emb == "relative", ("cp", "pp")),
@@ -123,9 +125,16 @@ def _check_pipeline(
 
 
 def check_float8(
-    model: TransformerConfig, precision: Precision, device: torch.device, tp: int = 1
+    model: TransformerConfig,
+    precision: Precision,
+    tp: int = 1,
+    capability: tuple[int, int] | None = None,
+    device_name: str = "",
 ) -> None:
-    """Raises UserError for matrices that float8 kernels do not take, and GPUs without such kernels."""
+    """Raises UserError for matrices that float8 kernels do not take, and GPUs without such kernels.
+
+    `capability`: of the GPU; None is not checked.
+    """
     if not precision.float8:
         return
     sizes = {
@@ -141,16 +150,13 @@ def check_float8(
                 f"{name} is {size}{' on each rank of tp' if tp > 1 else ''}; change the size, or use "
                 "--precision=bf16"
             )
-    if device.type != "cuda":
-        return
-    found = torch.cuda.get_device_capability(device)
     needed = (9, 0) if precision.float8 == "row" else (8, 9)
-    if found < needed:
-        remedy = "--float8_scaling=tensor" if found >= (8, 9) else "--precision=bf16"
+    if capability is not None and capability < needed:
+        remedy = "--float8_scaling=tensor" if capability >= (8, 9) else "--precision=bf16"
         raise UserError(
             f"--precision (float8) by {precision.float8} needs compute capability "
-            f"{needed[0]}.{needed[1]}, and {torch.cuda.get_device_name(device)} has "
-            f"{found[0]}.{found[1]}; use {remedy}"
+            f"{needed[0]}.{needed[1]}, and {device_name} has "
+            f"{capability[0]}.{capability[1]}; use {remedy}"
         )
 
 

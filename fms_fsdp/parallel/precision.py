@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fms_fsdp.config import Precision, PrecisionConfig
-from fms_fsdp.distributed.runtime import log
+from fms_fsdp.config import Precision
 from fms_fsdp.models.llama import Llama
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,27 +31,6 @@ def cpu_has_bf16() -> bool:
     except OSError:
         return False
     return bool(re.search(r"(?im)^(flags|features)\s.*\b(amx_bf16|avx512_bf16|bf16)\b", text))
-
-
-def resolve_precision(section: PrecisionConfig, device: torch.device) -> Precision:
-    """Returns the precision of the flags, by default bf16 where the hardware computes it natively.
-
-    Logs the choice and its reason.
-    """
-    wanted = section.named
-    if device.type == "cuda":
-        return section.resolve(wanted or "bf16")
-    native = cpu_has_bf16()
-    if wanted in ("fp16", "float8"):
-        log.warning("--precision=%s is slow on a CPU, and here for tests", wanted)
-    elif wanted not in (None, "fp32") and not native:
-        log.warning(
-            "--precision=%s: this CPU has no native bf16, so bf16 is emulated and slow", wanted
-        )
-    if wanted is None:
-        wanted = "bf16" if native else "fp32"
-        log.info("precision: %s (this CPU %s native bf16)", wanted, "has" if native else "has no")
-    return section.resolve(wanted)
 
 
 def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:

@@ -10,59 +10,57 @@ of the last block, with its recomputed activations; the end at the embedding, wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from typing import TypeVar
 
-import torch
-
-from fms_fsdp.config import NUM_BYTES, OptimConfig, ParallelConfig, Precision
+from fms_fsdp.config import NUM_BYTES
 from fms_fsdp.config.values import plain
-from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.optimizers import state_bytes
 from fms_fsdp.parallel.activation_checkpointing import select_blocks
-from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
 from fms_fsdp.predict.meter import Shape, cost, units
 from fms_fsdp.state import RunConfig
 
-T = TypeVar("T")
 GIB = 2**30
 # Fraction of the memory that comes and goes in a step which the allocator adds. On a CPU glibc cannot
 # use every gap again (tests/predict/test_peaks.py); torch on a GPU rounds sizes up (not measured).
 _ALLOCATOR = {"cpu": 0.27, "cuda": 0.05}
 _GAPS = 0.5  # on a CPU with --recompute=ops: each kept result is between two freed ones
-KINDS = (  # recomputation, from the cheapest to the most expensive
-    *(("none", "1"), ("cheap", "1"), ("ops", "1")),
-    *(("blocks", share) for share in ("1/4", "1/2", "3/4", "1")),
-)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a rank: `accum` gradient-accumulation steps of `micro_batch` sequences."""
+    """A step of a rank: `accum` gradient-accumulation steps of `micro_batch` sequences.
+
+    optimizer_bytes   of the optimizer's state per parameter; 8 are those of AdamW in fp32
+    """
 
     shape: Shape
     rows: int
     accum: int
+    optimizer_bytes: float = 8.0
 
     @staticmethod
-    def of(run: RunConfig) -> Step:
+    def of(run: RunConfig, *, compiled: bool) -> Step:
         """Returns the step of a resolved run."""
-        section, device = run.config.parallel, torch.device(run.device_type)
         shape = Shape(
             run.model,
-            section,
+            run.config.parallel,
             run.precision,
             run.dims,
             run.seq_length,
-            compiles(section, device),
+            compiled,
             run.device_type,
         )
-        return Step(shape, run.batch.batch_size, run.batch.grad_accum_steps)
+        state = state_bytes(run.config.optim, run.model, run.precision)
+        return Step(
+            shape,
+            run.batch.batch_size,
+            run.batch.grad_accum_steps,
+            optimizer_bytes=state / num_params(run.model),
+        )
 
     @property
     def micro_batch(self) -> int:
@@ -80,9 +78,10 @@ class Step:
         return self.rows * self.accum * self.shape.dims.size("dp") * self.shape.seq_length
 
 
-def optimizer_bytes(cfg: OptimConfig, model: TransformerConfig, precision: Precision) -> float:
-    """Returns the bytes of the optimizer's state per parameter."""
-    return state_bytes(cfg, model, precision) / num_params(model)
+def checkpoint_bytes(run: RunConfig) -> int:
+    """Returns the approximate size of a checkpoint: weights and optimizer state."""
+    weights = NUM_BYTES[run.precision.weights] * num_params(run.model)
+    return weights + state_bytes(run.config.optim, run.model, run.precision)
 
 
 @dataclass(frozen=True)
@@ -178,25 +177,24 @@ class Memory:
         return f"GiB per rank: {', '.join(parts)}"
 
 
-def minimum_memory(step: Step, optimizer_bytes: float) -> Memory:
+def minimum_memory(step: Step) -> Memory:
     """Returns the memory without which no step is possible, on the rank that holds most; runs no
-    part of the model. `optimizer_bytes` per parameter."""
-    found = (_minimum(step, place, optimizer_bytes) for place in range(step.shape.dims.pp))
+    part of the model."""
+    found = (_minimum(step, place) for place in range(step.shape.dims.pp))
     return max(found, key=lambda memory: memory.total)
 
 
-def estimate_memory(step: Step, optimizer_bytes: float, saves: int = 0) -> Memory:
+def estimate_memory(step: Step, saves: int = 0) -> Memory:
     """Returns the expected memory, in bytes, of the rank that holds most.
 
-    `optimizer_bytes`: per parameter, as the function of this name returns. `saves`: bytes of background
-    saves.
+    `saves`: bytes of background saves.
     """
     places = {0, step.shape.dims.pp - 1}
-    found = (_expected(step, place, optimizer_bytes) for place in places)
+    found = (_expected(step, place) for place in places)
     return replace(max(found, key=lambda memory: memory.total), saves=saves)
 
 
-def _minimum(step: Step, place: int, optimizer_bytes: float) -> Memory:
+def _minimum(step: Step, place: int) -> Memory:
     shape, accum = step.shape, step.accum
     config, dims, precision, sizes = shape.config, shape.dims, shape.precision, units(shape)
     params, shards = held_by(shape, place).params(shape), dims.size("shard")
@@ -220,14 +218,14 @@ def _minimum(step: Step, place: int, optimizer_bytes: float) -> Memory:
         32 * accum * step.rows * shape.seq_length + 8 * config.rotary_dim * config.max_seq_len
     )
     sequences += compute * config.hidden_size * own
-    optimizer = int(optimizer_bytes * params) // shards
+    optimizer = int(step.optimizer_bytes * params) // shards
     return Memory(weights, gradients, optimizer, gathered, sequences)
 
 
-def _expected(step: Step, place: int, optimizer_bytes: float) -> Memory:
+def _expected(step: Step, place: int) -> Memory:
     shape, micro = step.shape, step.micro_batch
     config, dims, precision, section = shape.config, shape.dims, shape.precision, shape.section
-    least = _minimum(step, place, optimizer_bytes)
+    least = _minimum(step, place)
     held, sizes = held_by(shape, place), units(shape)
     compute, reduce = NUM_BYTES[precision.compute], NUM_BYTES[precision.reduce]
     segment = min(section.segment, max(1, held.recomputed))
@@ -286,23 +284,3 @@ def _in_flight(shape: Shape, micro_batches: int) -> float:
         "interleaved": dims.pp + (dims.pp - 1) / dims.virtual_stages,
     }
     return min(micro_batches, most.get(shape.section.pp_schedule, float(dims.pp)))
-
-
-def kinds(section: ParallelConfig, *, compiled: bool) -> list[ParallelConfig]:
-    """Returns the choices of --recompute=auto, the cheapest first; `cheap` is the compiler's."""
-    return [
-        replace(section, recompute=kind, selective_checkpointing=share)
-        for kind, share in KINDS
-        if compiled or kind != "cheap"
-    ]
-
-
-def first_fit(choices: Iterable[T], fits: Callable[[T], bool]) -> T:
-    """Returns the first choice that fits, else the last: the least recomputation of `kinds`, or the
-    most sequences of a descending list."""
-    last: T | None = None
-    for last in choices:
-        if fits(last):
-            break
-    assert last is not None
-    return last

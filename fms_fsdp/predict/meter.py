@@ -19,9 +19,8 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._dynamo  # the first dispatch mode, or optimizer, imports it
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -310,12 +310,36 @@ def _axis(name: str, size: int) -> _Axis:
     return _Axis(name, size)
 
 
-def _fused_norm(
-    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
+class _FusedNorm(TorchFunctionMode):  # type: ignore[no-untyped-call]
     """Replaces RMSNorm with a fused version, as a GPU and the compiler compute it: its input is kept,
     and fp32 values per row. On the meta device RMSNorm consists of single operations."""
-    return F.layer_norm(x, shape, weight, None, eps or 0.0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.rms_norm:
+            return _fused_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_norm(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    return F.layer_norm(input, normalized_shape, weight, None, eps or 0.0)
+
+
+def _use_fused_norms(model: Llama) -> None:
+    """Computes each norm in the mode: one around the step would not be active while the backward
+    pass recomputes, which runs in another thread."""
+    for module in model.modules():
+        if hasattr(module, "eps"):
+            module.forward = partial(_compute_fused, module.forward)
+
+
+def _compute_fused(forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    with _FusedNorm():  # type: ignore[no-untyped-call]
+        return forward(x)
 
 
 def _flash(
@@ -358,6 +382,8 @@ def _build(shape: Shape) -> Llama:
         from fms_fsdp.parallel.context import apply_cp
 
         apply_cp(model, mesh, shape.section)
+    if shape.device_type != "cpu":
+        _use_fused_norms(model)
     return model
 
 
@@ -440,9 +466,7 @@ def _measure(shape: Shape, part: str, rows: int) -> Cost:
     call = calls.get(part, lambda x: model.blocks["0"](x, rope, mask, None))
     known = [x, labels, model.rope, *model.parameters(), *_tensors((rope, mask))]
     meter = Meter(known, shape.compiled, {"tp": dims.tp, "cp": dims.cp})
-    # A patch, because a TorchFunctionMode is not active while the backward pass recomputes.
-    norms = nullcontext() if is_cpu else patch.object(F, "rms_norm", _fused_norm)
-    with norms, meter:
+    with meter:
         given = [x.clone()]  # only the call holds it, like the result of the block before
         meter.moved.clear()
         result = call(given.pop())  # type: ignore[no-untyped-call]

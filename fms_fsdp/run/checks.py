@@ -1,58 +1,49 @@
-"""Checks that need the machine: hardware, packages, folders. Called before anything is created."""
+"""Checks of flags against the machine and the folders. Called before anything is created."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 from fms_fsdp.checkpoint.retention import parse_schedule
-from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.values import shown
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import free_bytes
-from fms_fsdp.parallel.compile import compiles
+from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.stop import job_end
 
 RUN_FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # that a launch writes
-TRACKER_PACKAGES = ("wandb",)  # trackers with the package's name
 
 
-def check_machine(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> None:
+def check_machine(cfg: TrainConfig, machine: Machine, dims: ParallelDims) -> None:
     """Raises UserError for a flag that this machine, or this number of ranks, does not support."""
-    is_compiled, named = compiles(cfg.parallel, device), cfg.precision.named
-    if device.type == "cuda" and named not in ("fp32", "fp16"):
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise UserError(
-                f"--precision={named or 'bf16'} requires bf16, which "
-                f"{torch.cuda.get_device_name(device)} does not support; use --precision=fp16 or "
-                f"fp32, with {cfg.keep_name}"
-            )
+    named, is_compiled = cfg.precision.named, machine.compiles(cfg.parallel)
+    if machine.device_type == "cuda" and named not in ("fp32", "fp16") and not machine.has_bf16:
+        raise UserError(
+            f"--precision={named or 'bf16'} requires bf16, which {machine.device_name} does not "
+            f"support; use --precision=fp16 or fp32, with {cfg.keep_name}"
+        )
     for name in cfg.log.trackers:
-        if name in TRACKER_PACKAGES and find_spec(name) is None:
+        if name in machine.missing_packages:
             raise UserError(
                 f"--trackers={name} requires the package {name}, which is not installed; "
                 f"run: pip install {name}"
             )
-    missing = missing_for_compilation(device.type) if is_compiled else ""
-    if missing:
+    if is_compiled and machine.missing_for_compilation:
         raise UserError(
-            f"--use_torch_compile=True cannot compile blocks: {missing}, or remove the flag"
+            "--use_torch_compile=True cannot compile blocks: "
+            f"{machine.missing_for_compilation}, or remove the flag"
         )
-    check_device(cfg, device, dims)
+    _check_device(cfg, dims, is_gpu=machine.device_type == "cuda", is_compiled=is_compiled)
     _check_ranking(cfg)
 
 
-def check_device(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> None:
-    """Raises UserError for a flag that such a device does not support; does not ask the device."""
-    parallel, attn_impl, is_gpu = cfg.parallel, cfg.model.attn_impl, device.type == "cuda"
-    is_compiled = compiles(parallel, device)
+def _check_device(cfg: TrainConfig, dims: ParallelDims, *, is_gpu: bool, is_compiled: bool) -> None:
+    parallel, attn_impl = cfg.parallel, cfg.model.attn_impl
     if parallel.recomputes == "cheap" and not is_compiled:
         raise UserError(
             "--recompute=cheap requires compiled blocks; set --use_torch_compile=True, or use "
@@ -104,7 +95,7 @@ def _check_ranking(cfg: TrainConfig) -> None:
         )
 
 
-def machine_notes(cfg: TrainConfig, device: torch.device, dims: ParallelDims) -> Iterator[str]:
+def machine_notes(cfg: TrainConfig, machine: Machine, dims: ParallelDims) -> Iterator[str]:
     """Yields log lines on flags that do little or nothing on this machine."""
     if cfg.parallel.hsdp_shard_size and dims.strategy != "hsdp":
         yield (
@@ -116,12 +107,11 @@ def machine_notes(cfg: TrainConfig, device: torch.device, dims: ParallelDims) ->
             yield f"--{name}=0 counts as 1"
     if cfg.optim.optimizer == "sm3" and cfg.precision.named == "fp16":
         yield "sm3 sums squared gradients, which may overflow in fp16; prefer bf16 or fp32"
-    if cfg.parallel.matmul_precision != "high" and device.type != "cuda":
+    is_gpu = machine.device_type == "cuda"
+    if cfg.parallel.matmul_precision != "high" and not is_gpu:
         yield f"--matmul_precision={cfg.parallel.matmul_precision} has no effect without a GPU"
-    by_default = device.type == "cuda" and cfg.parallel.use_torch_compile is None
-    missing = missing_for_compilation(device.type) if by_default else ""
-    if missing:
-        yield f"blocks are not compiled: {missing}"
+    if is_gpu and cfg.parallel.use_torch_compile is None and machine.missing_for_compilation:
+        yield f"blocks are not compiled: {machine.missing_for_compilation}"
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if end and job_end() is None:
         yield f"SLURM_JOB_END_TIME={shown(end)} is not a time, so it is ignored"

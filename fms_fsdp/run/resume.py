@@ -13,9 +13,9 @@ from fms_fsdp.checkpoint.folders import (
     checkpoint_steps,
     complete_steps,
     corrupt_files,
+    find_checkpoint,
     leftovers,
 )
-from fms_fsdp.checkpoint.folders import find_checkpoint as find_in_folder
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
@@ -65,7 +65,7 @@ class ResumePoint:
         return self.start.run if self.is_resume else None
 
 
-def find_checkpoint(
+def find_resume_point(
     cfg: TrainConfig, world: World, corpus: Corpus | None = None, *, verify: bool = True
 ) -> ResumePoint:
     """Returns the newest valid checkpoint that the flags allow (collective: every rank).
@@ -144,12 +144,12 @@ def choose_checkpoint(cfg: TrainConfig, corrupt: dict[Path, str] | None = None) 
         raise UserError(f"--resume=never, but {root} has checkpoints; choose another --run_name")
     if flags.resume_step is not None and checkpoint_steps(root):
         return _go_back(root, flags.resume_step, corrupt)
-    own = find_in_folder(root, corrupt=corrupt)
+    own = find_checkpoint(root, corrupt=corrupt)
     if own is not None:
         return _resume(own, own=True)
     if flags.ckpt_load_path:
         path = Path(flags.ckpt_load_path)
-        given = find_in_folder(path, corrupt=corrupt, step=flags.resume_step)
+        given = find_checkpoint(path, corrupt=corrupt, step=flags.resume_step)
         if given is None:
             raise UserError(
                 f"--ckpt_load_path={path} must be a checkpoint root or a complete step_<N> folder, "
@@ -199,13 +199,13 @@ def _resume(
 def _go_back(root: Path, step: int, corrupt: dict[Path, str] | None) -> ResumePoint:
     """Applies `--resume_step`. A run that already went back to it resumes its newest checkpoint."""
     try:
-        newest = find_in_folder(root, corrupt=corrupt)
+        newest = find_checkpoint(root, corrupt=corrupt)
     except UserError:  # none is usable unless it is named
         newest = None
     if newest is not None and newest.step > step:
         if newest.metadata.run.config.checkpoint.resume_step == step:
             return _resume(newest, own=True, note=f", saved since --resume_step={step}")
-    chosen = find_in_folder(root, corrupt=corrupt, step=step)
+    chosen = find_checkpoint(root, corrupt=corrupt, step=step)
     if chosen is None:
         steps = ", ".join(map(str, complete_steps(root)))
         raise UserError(
@@ -237,21 +237,20 @@ def checkpoint_tokenizer(checkpoint: Checkpoint) -> UsedTokenizer:
     return folder_tokenizer(f"the checkpoint {checkpoint.folder}", digest, path)
 
 
-def check_resume(run: RunConfig, resume: ResumePoint) -> list[str]:
-    """Compares this launch with the launch that wrote the checkpoint; returns log lines.
+def check_resume(run: RunConfig, resume: ResumePoint) -> None:
+    """Compares this launch with the launch that wrote the checkpoint.
 
-    The row of each flag says how another value is treated: "free" and "logged" changes are
-    returned. The model is compared by its shape, the data by the stream's own state.
+    The model is compared by its shape, the data by the stream's own state.
 
     Raises:
         UserError: another model or optimizer, or the run ends before the checkpoint.
     """
     if resume.checkpoint is None:
-        return []
+        return
     old, folder = resume.checkpoint.metadata.run, resume.checkpoint.folder
     _check_shape(run.model, old.model, folder)
     if not resume.is_resume:
-        return []
+        return
     for name in ("optimizer", "optimizer_kwargs"):
         now, before = getattr(run.config.optim, name), getattr(old.config.optim, name)
         if now != before and (
@@ -268,7 +267,6 @@ def check_resume(run: RunConfig, resume: ResumePoint) -> list[str]:
             f"--num_steps={run.num_steps} is below the newest checkpoint (step {resume.start.step} "
             f"in {folder.parent}); raise it, or choose another --run_name"
         )
-    return list(_changes(run, old, resume))
 
 
 def _check_shape(now: TransformerConfig, before: TransformerConfig, folder: Path) -> None:
@@ -286,8 +284,15 @@ def _check_shape(now: TransformerConfig, before: TransformerConfig, folder: Path
             )
 
 
-def _changes(run: RunConfig, old: RunConfig, resume: ResumePoint) -> Iterator[str]:
-    """Yields log lines on flags, batch, precision, world, device and versions that differ."""
+def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
+    """Yields log lines on flags, batch, precision, world, device and versions that differ from the
+    launch that wrote the checkpoint of a resumed run.
+
+    The row of each flag says how another value is treated ("free" or "logged").
+    """
+    old = resume.saved
+    if old is None:
+        return
     changed: dict[str, list[str]] = {"logged": [], "free": [], "fixed": []}
     before, now = flag_values(old.config), flag_values(run.config)
     for name, row in flag_table(TrainConfig).items():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
 import torch
 
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
-from fms_fsdp.config import BatchPlan
+from fms_fsdp.config import BatchPlan, PrecisionConfig
 from fms_fsdp.config.values import counted, plain
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.data.shards import ShardError
@@ -19,13 +19,12 @@ from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import log, log_for_files
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.optim.optimizers import checkpoint_bytes
 from fms_fsdp.predict.devices import available_memory, known_device
-from fms_fsdp.predict.memory import GIB, Step
+from fms_fsdp.predict.memory import GIB, checkpoint_bytes
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
-from fms_fsdp.run.memory import MemoryBudget
-from fms_fsdp.run.resume import ResumePoint, learning_rate_jump
-from fms_fsdp.run.setup import step_by_tokens, tokens_by_step
+from fms_fsdp.run.machine import Machine
+from fms_fsdp.run.memory import MemoryBudget, PredictionFailed, predicting
+from fms_fsdp.run.resume import ResumePoint, learning_rate_jump, list_changes
 from fms_fsdp.state import RunConfig, TrainMetadata
 
 _MOST_COUNTED = 10_000  # saves
@@ -33,25 +32,22 @@ _MOST_COUNTED = 10_000  # saves
 
 def describe(
     run: RunConfig,
-    resume: ResumePoint,
     budget: MemoryBudget,
-    device: torch.device,
     stream: Stream,
     held_out: Sequence[HeldOut] = (),
-    epochs: str = "",
+    start: int = 0,
 ) -> str:
-    """Returns the facts of a run before step 1, one per line."""
-    batch, dims, start = run.batch, run.dims, resume.start
+    """Returns the facts of a run before step `start` + 1, one per line."""
+    batch, dims = run.batch, run.dims
     tokens = batch.global_batch_size * run.seq_length
     ramp = ""
     if batch.rampup:
         ramp = f", from {batch.batch_at(0)} sequences over {batch.rampup[2]:,} samples"
     lines = [
         f"model: {num_params(run.model):,} parameters, feed-forward width "
-        f"{run.model.ffn_hidden_size}, {_precision(run, device)}",
+        f"{run.model.ffn_hidden_size}, {_precision(run)}",
         f"devices: {run.world_size} x {run.device_type}, {dims.strategy}: {describe_axes(dims)}",
-        budget.need(run).summary,
-        sent_summary(sent(Step.of(run))),
+        *describe_memory(run, budget),
         f"batch: {batch.factors} = {counted(batch.global_batch_size, 'sequence')} = {tokens:,} tokens "
         f"per step{ramp}",
         *(f"{name}: {reason}" for name, reason in run.chosen.items()),
@@ -62,12 +58,24 @@ def describe(
         lines.append(f"attention: dropout keeps all weights, {size} GiB per layer and copy")
     if isinstance(stream, TokenStream) and not run.config.data.use_dummy_dataset:
         lines += describe_sources(stream, run.num_steps)
-    if epochs:
-        lines.append(f"length: {epochs}")
+    if (epochs := run.config.training.epochs()) is not None:
+        source, number = epochs
+        counted_in = f"source {source}" if source else "all sources together"
+        lines.append(f"length: {number:g} epochs of {counted_in} end with step {run.num_steps:,}")
     if held_out:
         sources = (f"{each.group}/{each.name} {each.num_rows} sequences" for each in held_out)
         lines.append(f"validation: {', '.join(sources)}")
-    return "\n".join(filter(None, [*lines, describe_saves(run, start.step)]))
+    return "\n".join(filter(None, [*lines, describe_saves(run, start)]))
+
+
+def describe_memory(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
+    """Yields the memory of a rank, and the bytes that it sends in a step."""
+    try:
+        yield budget.need(run).summary
+        with predicting():
+            yield sent_summary(sent(budget.step(run)))
+    except PredictionFailed as error:
+        yield f"memory: unknown ({error.reason})"
 
 
 def describe_sources(stream: TokenStream, num_steps: int) -> Iterator[str]:
@@ -83,8 +91,8 @@ def describe_sources(stream: TokenStream, num_steps: int) -> Iterator[str]:
         )
 
 
-def _precision(run: RunConfig, device: torch.device) -> str:
-    if device.type != "cuda":
+def _precision(run: RunConfig) -> str:
+    if run.device_type != "cuda":
         return run.precision.in_words
     model = run.model
     kernel = model.attn_impl
@@ -106,7 +114,7 @@ def describe_saves(run: RunConfig, start: int) -> str:
     steps += [last] if flags.save_last or schedule.is_due(last) else []
     if not steps:
         return ""
-    gib = checkpoint_bytes(run.config.optim, run.model, run.precision) / GIB
+    gib = checkpoint_bytes(run) / GIB
     policy = KeepPolicy.from_config(flags)
     deleted = len(policy.to_delete({step: TrainMetadata(step) for step in steps}))
     kept = len(steps) - max(0, deleted - flags.keep_best)  # `keep_best` of these remain
@@ -161,35 +169,61 @@ def describe_ramp(batch: BatchPlan, start: int = 0, samples_seen: int = 0) -> st
     return "\n".join([*lines, f"  {phases[-1].batch:,} sequences from there"])
 
 
-def describe_prediction(
-    run: RunConfig, budget: MemoryBudget, device: torch.device
-) -> Iterator[str]:
+def describe_prediction(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
     """Yields the expected memory of a rank, and the expected speed of a GPU that is known."""
-    parts = budget.need(run).by_device(device.type, offload=run.config.parallel.cpu_offload)
-    need, available = parts[device.type].total / GIB, budget.available[device.type] / GIB
-    yield f"memory: about {need:.3g} GiB per rank, {available:.3g} available"
-    if device.type != "cuda":
+    try:
+        yield from _predict(run, budget)
+    except PredictionFailed as error:  # `describe_memory` says that memory is unknown
+        if run.device_type == "cuda":
+            yield f"speed: unknown ({error.reason})"
+
+
+def _predict(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
+    machine = budget.machine
+    device_type = run.device_type
+    need = budget.need(run)
+    parts = need.by_device(device_type, offload=run.config.parallel.cpu_offload)
+    total = parts[device_type].total / GIB
+    available = machine.memory[device_type] / GIB
+    yield f"memory: about {total:.3g} GiB per rank, {available:.3g} available"
+    if device_type != "cuda":
         return
-    name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
-    if (known := known_device(name, memory)) is None:
-        yield f"speed: unknown for {name}"
+    known = known_device(machine.device_name, machine.total_memory)
+    if known is None:
+        yield f"speed: unknown for {machine.device_name}"
         return
-    step = Step.of(run)
-    seconds = sum(step_time(step, known, budget.world.local_size).values())
+    step = budget.step(run)
+    with predicting():
+        seconds = sum(step_time(step, known, machine.world.local_size).values())
     rate = step.tokens / seconds / run.world_size
     yield f"speed: about {seconds:.3g} s per step, {rate:,.0f} tokens/s per {known.name}"
+
+
+def log_precision(section: PrecisionConfig, machine: Machine) -> None:
+    """Logs how a CPU computes in the precision of the flags, or the choice if they name none."""
+    if machine.device_type != "cpu":
+        return
+    wanted, native = section.named, machine.has_bf16
+    if wanted is None:
+        text = "precision: %s (this CPU %s native bf16)"
+        log.info(text, "bf16" if native else "fp32", "has" if native else "has no")
+    elif wanted in ("fp16", "float8"):
+        log.warning("--precision=%s is slow on a CPU, and here for tests", wanted)
+    elif wanted != "fp32" and not native:
+        log.warning(
+            "--precision=%s: this CPU has no native bf16, so bf16 is emulated and slow", wanted
+        )
 
 
 def log_startup(
     run: RunConfig,
     resume: ResumePoint,
-    changes: Sequence[str],
+    data_changes: Sequence[str],
     budget: MemoryBudget,
-    device: torch.device,
     corpus: Corpus | None,
 ) -> None:
     """Logs warnings, the start of the run, and the changes of this launch."""
-    world, start = budget.world, resume.start
+    world, start = budget.machine.world, resume.start
     warnings = [budget.warning(run), axes_across_nodes(run.dims, world.local_size)]
     if corpus is not None and world.rank == 0:
         warnings += unk_warnings(corpus.storage, [source.name for source in corpus.sources])
@@ -201,18 +235,22 @@ def log_startup(
     log_for_files(describe_schedule(run, start))
     if run.batch.rampup:
         log_for_files(describe_ramp(run.batch, start.step, start.rows_seen))
-    for line in changes:
+    for line in list_changes(run, resume):
         log.info(line)
+    for change in data_changes:
+        log.info("from step %d: %s", start.step + 1, change)
     if jump := learning_rate_jump(run, resume):
         log.warning(jump)
     if resume.saved is not None:
-        _log_end_of_decay(run, resume.saved, tokens_by_step(run, start))
+        _log_end_of_decay(run, resume.saved, start)
 
 
-def _log_end_of_decay(run: RunConfig, saved: RunConfig, tokens_at: Callable[[int], int]) -> None:
+def _log_end_of_decay(run: RunConfig, saved: RunConfig, start: TrainMetadata) -> None:
     """Logs that a longer run keeps the milestones of its schedule."""
     in_tokens, end = run.milestones.in_tokens, run.milestones.decay_end
-    last = tokens_at(run.num_steps) if in_tokens else run.num_steps
+    last = run.num_steps
+    if in_tokens:
+        last = start.tokens_at(last, run.batch, run.seq_length)
     decays = run.config.optim.lr_schedule != "constant"
     if decays and run.num_steps > saved.num_steps and end < last:
         unit = "token" if in_tokens else "step"
@@ -222,13 +260,14 @@ def _log_end_of_decay(run: RunConfig, saved: RunConfig, tokens_at: Callable[[int
 
 def describe_schedule(run: RunConfig, start: TrainMetadata) -> str:
     """Returns the milestones of the learning rate in steps, samples and tokens."""
-    milestones, tokens_at = run.milestones, tokens_by_step(run, start)
-    step_at = step_by_tokens(run, start)
+    milestones = run.milestones
 
     def shown(position: int) -> str:
-        in_tokens = milestones.in_tokens
-        step = step_at(position) if in_tokens else position
-        tokens = position if in_tokens else tokens_at(position)
+        step = tokens = position
+        if milestones.in_tokens:
+            step = start.step_at(tokens, run.batch, run.seq_length)
+        else:
+            tokens = start.tokens_at(step, run.batch, run.seq_length)
         return f"step {step:,} ({tokens // run.seq_length:,} samples, {tokens:,} tokens)"
 
     parts = {
@@ -265,8 +304,8 @@ def warn_of_missing_labels(stream: Stream) -> None:
 def save_estimates(run: RunConfig, resume: ResumePoint, budget: MemoryBudget) -> tuple[float, int]:
     """Returns the seconds of a save, by an earlier one or at 200 MB/s per node, and the bytes of
     host memory that the copies of a rank may take."""
-    size = checkpoint_bytes(run.config.optim, run.model, run.precision)
-    ranks, loaded = budget.world.local_size, resume.checkpoint
+    size = checkpoint_bytes(run)
+    ranks, loaded = budget.machine.world.local_size, resume.checkpoint
     known = loaded.metadata.save_s if loaded is not None else None
     guess = size * ranks / run.world_size / 2e8
     return guess if known is None else known, available_memory(torch.device("cpu"), ranks)

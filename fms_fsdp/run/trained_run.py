@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from fms_fsdp.checkpoint import folders
-from fms_fsdp.checkpoint.folders import Checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint, find_checkpoint
 from fms_fsdp.data.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 from fms_fsdp.errors import UserError, env_rank
 from fms_fsdp.run.resume import checkpoint_tokenizer
 
 
-def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
+def require_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
     """Returns the newest complete checkpoint, or the checkpoint of `step`, of a run directory or a folder of
     checkpoints, or the checkpoint that the path names.
 
@@ -20,7 +19,7 @@ def find_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoi
     """
     folder = Path(path).expanduser()
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = folders.find_checkpoint(root, step) if path else None
+    found = find_checkpoint(root, step) if path else None
     if found is None:
         which = "" if step is None else f" of step {step}"
         rule = f"{name} ({path}) must hold a complete checkpoint{which}"

@@ -20,7 +20,7 @@ from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.config import flag
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.weights import is_hf_checkpoint, open_checkpoint, weight_map
-from fms_fsdp.run.trained_run import find_checkpoint
+from fms_fsdp.run.trained_run import require_checkpoint
 from fms_fsdp.tools.table import show_progress, table
 
 Stats = dict[str, Any]
@@ -62,7 +62,7 @@ def main(config: CkptInspectConfig) -> None:
         stats = tensor_stats(names, weights.read)
     else:
         head, stats = read_checkpoint(
-            lambda: find_checkpoint(config.path, config.step, "--path"), read
+            lambda: require_checkpoint(config.path, config.step, "--path"), read
         )
     norms = [found["norm"] for found in stats.values() if found["norm"] is not None]
     total = {"shape": [len(stats)], "dtype": "", "norm": math.hypot(*norms)}

@@ -22,55 +22,25 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from fms_fsdp.checkpoint.retention import parse_schedule
-from fms_fsdp.config import (
-    CheckpointConfig,
-    DataConfig,
-    EvalConfig,
-    LogConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    ProfilerConfig,
-    TrainConfig,
-    TrainingConfig,
-    flag,
-)
-from fms_fsdp.config.batch import BatchPlan, check_ramp, divisors, last_step, plan_batch
+from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, TrainingConfig, flag
+from fms_fsdp.config.batch import BatchPlan, check_ramp, divisors
 from fms_fsdp.config.flag import non_defaults, unused_flags
-from fms_fsdp.config.precision import Precision
 from fms_fsdp.config.values import counted, typed
-from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, num_params
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.parallel.layout import check_layout
+from fms_fsdp.plan import candidates, largest_fit, plan, resolve
 from fms_fsdp.predict.devices import Device, find_device
-from fms_fsdp.predict.memory import (
-    GIB,
-    Memory,
-    Step,
-    estimate_memory,
-    first_fit,
-    kinds,
-    optimizer_bytes,
-)
-from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.memory import GIB, Memory, Step
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
-from fms_fsdp.run.checks import check_device
+from fms_fsdp.run.machine import ESTIMATE_MARGIN, Machine
+from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.startup_log import describe_axes, describe_ramp
+from fms_fsdp.state import RunConfig
 from fms_fsdp.tools.table import table
 
-GPU = torch.device("cuda", 0)
-MARGIN = 0.95  # of a device's memory: the prediction has errors, and fragments grow with time
 _USUAL_TOKENS = 10**12  # of a run without a length
-_MOST_ROWS = 4096  # sequences of a micro-batch
 _DAY_S = 86400.0
 
 
@@ -82,12 +52,8 @@ class PlannedEvaluations(EvalConfig):
 
 
 @dataclass(frozen=True)
-class EstimateConfig:
-    """The model to train, the devices, and the interruptions of the run.
-
-    A device or one of two rates must be set, unless only the schedule is drawn. All flags of a
-    training are flags too.
-    """
+class EstimateFlags:
+    """The flags of the command itself."""
 
     parameters: int | None = flag(
         None, "number of parameters instead of a variant; without attention", min=1
@@ -116,16 +82,16 @@ class EstimateConfig:
         False, "find the fastest layouts that fit; layout flags that are set stay", needs="device"
     )
     json: bool = flag(False, "print the prediction as JSON, a search as a list", needs="device")
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    optim: OptimConfig = OptimConfig()
-    training: TrainingConfig = TrainingConfig()
+
+
+@dataclass(frozen=True)
+class EstimateConfig(TrainConfig, EstimateFlags):
+    """The model to train, the devices, and the interruptions of the run.
+
+    A device or one of two rates must be set. All flags of a training are flags too.
+    """
+
     eval: PlannedEvaluations = PlannedEvaluations()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    profiler: ProfilerConfig = ProfilerConfig()
 
     def __post_init__(self) -> None:
         rates = ("tflops", "tokens_per_sec_per_device", "device")
@@ -147,55 +113,37 @@ class EstimateConfig:
             )
         if self.device is not None and self.parameters is not None:
             raise UserError("--parameters is not supported with --device; set --model_variant")
-        assert self.as_training  # its contradictions
+        super().__post_init__()
         if self.device is None and self.training.rampup_batch_size:
             check_ramp(self.batches)
 
     @cached_property
-    def as_training(self) -> TrainConfig:
-        """The flags of a training, with a length.
+    def machine(self) -> Machine:
+        """The devices in nodes; those of a rate have any memory.
 
         Raises:
-            UserError: they contradict one another.
+            UserError: there is no such device, or the last node would not be full.
         """
-        training = self.training
-        if training.batch_size == "auto":  # as without the flag: the largest that fits
-            training = replace(training, batch_size=None)
-        if (
-            training.num_steps is None
-            and training.num_samples is None
-            and training.num_tokens is None
-        ):
-            training = replace(training, num_tokens=_USUAL_TOKENS)
-        parts = self.model, self.data, self.parallel, self.precision, self.optim, training
-        return TrainConfig(*parts, self.eval, self.checkpoint, self.log, self.profiler)
-
-    @cached_property
-    def resolved_model(self) -> TransformerConfig:
-        return resolve_model(self.model, seq_length=self.data.seq_length)
-
-    @cached_property
-    def resolved_precision(self) -> Precision:
-        """The precision of the flags; bf16 without one."""
-        return self.precision.resolve(self.precision.named or "bf16")
-
-    @cached_property
-    def world(self) -> World:
-        """The devices in nodes.
-
-        Raises:
-            UserError: the last node would not be full.
-        """
-        number, node = self.num_devices, min(self.num_devices, self.devices_per_node)
+        number = self.num_devices
+        node = min(number, self.devices_per_node)
         if rest := number % node:
             raise UserError(
                 f"--num_devices={number} must be divisible by --devices_per_node={node}; "
                 f"use {number - rest} or {number - rest + node}"
             )
-        return World(0, 0, number, node)
+        if self.device is None:
+            return Machine.of_gpus(2**62, number, node)
+        named = Machine.named(self.device, number, node, self.hardware)
+        return replace(named, margin=ESTIMATE_MARGIN)
 
-    def dims(self, section: ParallelConfig) -> ParallelDims:
-        return plan_dims(section, self.model.name, self.world)
+    @cached_property
+    def length(self) -> TrainingConfig:
+        """The section of the length, with a usual one if no flag sets it."""
+        training = self.training
+        lengths = (training.num_steps, training.num_samples, training.num_tokens)
+        if lengths == (None, None, None):
+            training = replace(training, num_tokens=_USUAL_TOKENS)
+        return training
 
     @property
     def row_tokens(self) -> int:
@@ -205,18 +153,18 @@ class EstimateConfig:
     @cached_property
     def batches(self) -> BatchPlan:
         """The batch of each step, as if on one rank."""
-        training = self.as_training.training
+        training = self.training
         rows = training.global_batch_size
-        if rows is None and training.batch_size and training.grad_accum_steps:
-            ranks = self.dims(self.parallel).size("dp")
-            rows = int(training.batch_size) * training.grad_accum_steps * ranks
+        if rows is None and training.micro_batch_size and training.grad_accum_steps:
+            ranks = resolve(self, self.machine).dims.size("dp")
+            rows = training.micro_batch_size * training.grad_accum_steps * ranks
         tokens = self.batch_tokens if rows is None else rows * self.data.seq_length
         return BatchPlan(tokens // self.row_tokens, 1, 1, self.training.rampup, True)
 
     @property
     def num_tokens(self) -> int:
         """The tokens of the run."""
-        length = self.as_training.training
+        length = self.length
         if length.num_steps is not None:
             return self.row_tokens * self.batches.samples_in(length.num_steps)
         return length.num_tokens or (length.num_samples or 0) * self.data.seq_length
@@ -274,29 +222,49 @@ def days_by_rate(config: EstimateConfig) -> Days:
     rate, most = config.tokens_per_sec_per_device, 1.0
     if rate is None:
         assert config.tflops is not None
-        length, count = config.data.seq_length, config.parameters
-        flops = 6 * count if count else flops_per_token(config.resolved_model, length)
+        if config.parameters is not None:
+            flops = 6.0 * config.parameters
+        else:
+            length = config.data.seq_length
+            flops = flops_per_token(resolve_model(config.model, seq_length=length), length)
         rate, most = config.tflops * 1e12 / flops, 4 / 3
     seconds = (config.num_tokens + config.idle_tokens) / (config.num_devices * rate)
     return days(config, config.num_steps, seconds, most * seconds)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A layout with its batch, and the memory and time it needs. `is_fitted`: the micro-batch is the
-    largest that fits."""
+class Estimate:
+    """The memory and the time that a planned run needs on a device."""
 
     config: EstimateConfig
-    section: ParallelConfig
-    batch: BatchPlan
-    step: Step
+    run: RunConfig
     device: Device
-    memory: Memory
-    is_fitted: bool = False
+
+    @property
+    def budget(self) -> MemoryBudget:
+        return MemoryBudget(self.config.machine)
+
+    @cached_property
+    def step(self) -> Step:
+        return self.budget.step(self.run)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of a rank on the device."""
+        parts = self.budget.need(self.run).by_device(
+            "cuda", offload=self.run.config.parallel.cpu_offload
+        )
+        return parts["cuda"]
 
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.device.memory_bytes
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the micro-batch is the largest that fits."""
+        is_chosen = "batch_size" in self.run.chosen
+        return is_chosen and self.memory.total <= (1 - ESTIMATE_MARGIN) * self.device.memory_bytes
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -309,24 +277,21 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        flops = flops_per_token(self.config.resolved_model, self.config.data.seq_length)
+        flops = flops_per_token(self.run.model, self.run.seq_length)
         return self.tokens_per_s * flops / self.device.peak("bf16")
-
-    @property
-    def num_steps(self) -> int:
-        return last_step(self.config.as_training.training, self.batch, self.config.data.seq_length)
 
     @cached_property
     def days(self) -> Days:
         """Returns the days of the run; a smaller batch of a ramp has fewer accumulation steps."""
+        batch, steps = self.run.batch, self.run.num_steps
 
         @cache
         def seconds_of(rows: int) -> float:
-            micro = self.batch.micro_batch_at(rows // self.batch.dp_size)
-            step = replace(self.step, rows=micro, accum=rows // self.batch.dp_size // micro)
+            micro = batch.micro_batch_at(rows // batch.dp_size)
+            step = replace(self.step, rows=micro, accum=rows // batch.dp_size // micro)
             return sum(step_time(step, self.device, self.config.devices_per_node).values())
 
-        steps, phases = self.num_steps, self.batch.phases()
+        phases = batch.phases()
         ends = [*(phase.step for phase in phases[1:]), steps]
         seconds = sum(
             max(0, min(end, steps) - phase.step) * seconds_of(phase.batch)
@@ -337,7 +302,7 @@ class Plan:
     @property
     def flags(self) -> str:
         """The flags that select the layout and the batch."""
-        section, batch = self.section, self.batch
+        section, batch = self.run.config.parallel, self.run.batch
         found = {name: value for name, value in non_defaults(section).items() if name in _SEARCHED}
         found |= {
             "batch_size": batch.batch_size,
@@ -347,95 +312,58 @@ class Plan:
         return shlex.join(f"--{name}={typed(value)}" for name, value in found.items())
 
 
-def step_of(config: EstimateConfig, section: ParallelConfig, batch: BatchPlan) -> Step:
-    """Returns the step of a layout; blocks are compiled unless a flag says otherwise."""
-    compiled = section.use_torch_compile is not False
-    model, precision, length = (
-        config.resolved_model,
-        config.resolved_precision,
-        config.data.seq_length,
-    )
-    shape = Shape(model, section, precision, config.dims(section), length, compiled)
-    return Step(shape, batch.batch_size, batch.grad_accum_steps)
+def with_batch(config: EstimateConfig) -> EstimateConfig:
+    """Returns the config of a launch on the devices: with a length and a batch.
 
-
-def with_global_batch(config: EstimateConfig, dp_size: int) -> TrainingConfig:
-    """Returns the training section with a global batch: of its flags, otherwise --batch_tokens rounded
-    down to a multiple of the ranks and of the flag that is set."""
-    training = config.as_training.training
-    rows, accum = int(training.batch_size or 0), training.grad_accum_steps
-    if training.global_batch_size is not None:
-        return training
-    unit = (rows or 1) * (accum or 1) * dp_size
-    most = max(1, config.batch_tokens // config.data.seq_length)
-    return replace(
-        training, global_batch_size=unit if rows and accum else max(1, most // unit) * unit
-    )
-
-
-def make_plan(config: EstimateConfig, section: ParallelConfig, training: TrainingConfig) -> Plan:
-    """Returns the plan of this layout and batch.
+    Without flags the global batch is --batch_tokens, rounded down to a multiple of the ranks, and the
+    micro-batch the largest that fits. A pipeline is filled and emptied by each micro-batch, so it
+    has one.
 
     Raises:
-        UserError: a launch would be rejected for its flags, its axes or its batch.
+        UserError: as `resolve`.
     """
-    assert config.device is not None
-    section = replace(section, use_torch_compile=section.use_torch_compile is not False)
-    device, dims = find_device(config.device, config.hardware), config.dims(section)
-    model, precision = config.resolved_model, config.resolved_precision
-    device.peak("float8" if precision.float8 else precision.compute)
-    cfg = replace(config.as_training, parallel=section, training=training)
-    check_device(cfg, GPU, dims)
-    batch = plan_batch(training, dims.size("dp"))
-    if dims.divides_model:
-        check_layout(cfg, model, dims, batch, GPU)
-    step = step_of(config, section, batch)
-    size = optimizer_bytes(config.optim, model, precision)
-    memory = estimate_memory(step, size).by_device("cuda", offload=section.cpu_offload)["cuda"]
-    return Plan(config, section, batch, step, device, memory)
-
-
-def choose_rows(config: EstimateConfig, section: ParallelConfig) -> Plan:
-    """Returns the plan with the batch of the flags, else with the largest micro-batch that fits.
-
-    Raises:
-        UserError: no batch is possible.
-    """
-    dims = config.dims(section)
-    training = with_global_batch(config, dims.size("dp"))
-    per_rank, rest = divmod(training.global_batch_size or 0, dims.size("dp"))
-    if rest or training.batch_size or training.grad_accum_steps or dims.pp > 1:
-        if not rest and dims.pp > 1 and not (training.batch_size or training.grad_accum_steps):
-            # Each micro-step fills and empties the pipeline, so there is one.
+    dims = resolve(config, config.machine).dims
+    dp_size = dims.size("dp")
+    training = replace(config.length, global_batch_size=global_batch(config, dp_size))
+    if not training.micro_batch_size and not training.grad_accum_steps:
+        per_rank, rest = divmod(training.global_batch_size or 0, dp_size)
+        if dims.pp == 1:
+            training = replace(training, batch_size="auto")
+        elif not rest:
             training = replace(training, batch_size=per_rank, grad_accum_steps=1)
-        return make_plan(config, section, training)
-    error, plan = UserError(""), None
-    for rows in reversed(divisors(per_rank, _MOST_ROWS)):
-        own = replace(training, batch_size=rows, grad_accum_steps=per_rank // rows)
-        try:
-            plan = make_plan(config, section, own)
-        except UserError as found:
-            error = found
-            continue
-        if plan.memory.total <= MARGIN * plan.device.memory_bytes:
-            return replace(plan, is_fitted=True)
-    if plan is None:
-        raise error
-    return plan
+    return replace(config, training=training)
 
 
-def choose_plan(config: EstimateConfig) -> Plan:
-    """Returns the plan of the flags; with --recompute=auto the first that fits, else the last.
+def global_batch(config: EstimateConfig, dp_size: int) -> int:
+    """Returns the sequences of a step: of the flags, otherwise --batch_tokens rounded down to a
+    multiple of the ranks and of the flag that is set."""
+    training = config.training
+    if training.global_batch_size is not None:
+        return training.global_batch_size
+    size, accum = training.micro_batch_size, training.grad_accum_steps
+    unit = (size or 1) * (accum or 1) * dp_size
+    if size and accum:
+        return unit
+    most = max(1, config.batch_tokens // config.data.seq_length)
+    return max(1, most // unit) * unit
+
+
+def estimate(config: EstimateConfig) -> Estimate:
+    """Returns the estimate for the flags.
 
     Raises:
-        UserError: as `make_plan`.
+        UserError: a launch would be rejected, or the device does not have the precision.
     """
-    section = config.parallel
-    if section.recompute != "auto":
-        return choose_rows(config, section)
-    compiled = section.use_torch_compile is not False
-    plans = (choose_rows(config, each) for each in kinds(section, compiled=compiled))
-    return first_fit(plans, lambda plan: plan.fits)
+    device = _find_device(config)
+    return Estimate(config, plan(with_batch(config), config.machine), device)
+
+
+def _find_device(config: EstimateConfig) -> Device:
+    """Raises UserError if the device does not have the precision."""
+    device = find_device(config.device or "", config.hardware)
+    precision = resolve(config, config.machine).precision
+    device.peak("float8" if precision.float8 else precision.compute)
+    return device
 
 
 _SEARCHED = (
@@ -444,156 +372,168 @@ _SEARCHED = (
 )
 
 
-def search(config: EstimateConfig, count: int = 5) -> list[Plan]:
+def search(config: EstimateConfig, count: int = 5) -> list[Estimate]:
     """Returns the fastest layouts that fit, one per layout; flags that are set stay.
 
     Raises:
         UserError: the flags are rejected with any layout.
     """
-    device = find_device(config.device or "", config.hardware)
-    precision = config.resolved_precision
-    device.peak("float8" if precision.float8 else precision.compute)
-    unit = max(divisors(config.num_devices, max(1, config.batch_tokens // config.data.seq_length)))
-    wanted = with_global_batch(config, unit)
-    config = replace(
-        config, training=replace(config.training, global_batch_size=wanted.global_batch_size)
-    )
-    unused = {row.name for row, _ in unused_flags(config.as_training)}
-    best = dict[tuple[object, ...], Plan]()
-    for section in _layouts(config):
+    sequences = max(1, config.batch_tokens // config.data.seq_length)
+    unit = max(divisors(config.num_devices, sequences))  # the same batch for every layout
+    training = replace(config.training, global_batch_size=global_batch(config, unit))
+    config = replace(config, training=training)
+    best = dict[tuple[object, ...], Estimate]()
+    for found in _estimates_that_fit(config):
+        section = found.run.config.parallel
+        layout = tuple(getattr(section, name) for name in _SEARCHED[:5])
+        if layout not in best or found.tokens_per_s > best[layout].tokens_per_s:
+            best[layout] = found
+    if not best:
+        estimate(config)  # may raise the error of every layout
+    return sorted(best.values(), key=lambda each: -each.tokens_per_s)[:count]
+
+
+def _estimates_that_fit(config: EstimateConfig) -> Iterator[Estimate]:
+    """Yields an estimate for each layout and recomputation: of the largest micro-batch that fits."""
+    device = _find_device(config)
+    budget = MemoryBudget(config.machine)
+    unused = {row.name for row, _ in unused_flags(config)} | {"selective_checkpointing"}
+    for layout in _layouts(config):
+        tried = replace(config, parallel=layout)
         try:
-            plan = choose_rows(config, section)
+            groups = candidates(with_batch(tried), config.machine)
         except UserError:
             continue
-        cfg = replace(config.as_training, parallel=plan.section)
-        if plan.memory.total > MARGIN * device.memory_bytes:
-            continue
-        if {row.name for row, _ in unused_flags(cfg)} - unused - {"selective_checkpointing"}:
-            continue
-        key = tuple(getattr(plan.section, name) for name in _SEARCHED[:5])
-        if key not in best or plan.tokens_per_s > best[key].tokens_per_s:
-            best[key] = plan
-    if not best:
-        choose_plan(config)  # may raise the error of every layout
-    return sorted(best.values(), key=lambda plan: -plan.tokens_per_s)[:count]
+        for group in groups:
+            section = group[0].config.parallel
+            if not _is_searched(section, config.parallel):
+                continue
+            with_section = replace(config, parallel=section)
+            if {row.name for row, _ in unused_flags(with_section)} - unused:
+                continue
+            run = largest_fit(group, budget)
+            if run is not None:
+                yield Estimate(with_section, run, device)
+
+
+def _is_searched(section: ParallelConfig, given: ParallelConfig) -> bool:
+    """Returns whether a recomputation is one of those that a search tries, and keeps the flags that
+    are set."""
+    for name, value in non_defaults(given).items():
+        if name in _SEARCHED and value != "auto" and getattr(section, name) != value:
+            return False
+    return section.selective_checkpointing in ("1", "1/2")
 
 
 def _layouts(config: EstimateConfig) -> Iterator[ParallelConfig]:
-    """Yields layouts that keep the flags that are set: tp and cp in a node, shard groups of one, two
-    or four nodes, and every recomputation."""
-    given, world = config.parallel, config.world
-    set_flags = {
-        name: value
-        for name, value in non_defaults(given).items()
-        if name in _SEARCHED and value != "auto"
-    }
-    compiled = given.use_torch_compile is not False
-    recomputing = [
-        {"recompute": each.recompute, "selective_checkpointing": each.selective_checkpointing}
-        for each in kinds(ParallelConfig(), compiled=compiled)
-        if each.selective_checkpointing in ("1", "1/2")
-    ]
+    """Yields layouts that keep the flags that are set: tp and cp in a node; any recomputation."""
+    given = replace(config.parallel, recompute="auto", selective_checkpointing="1")
+    world = config.machine.world
+    compiled = config.machine.compiles(given)
     in_node = divisors(world.local_size, 8)
     for tp, cp, pp in itertools.product(in_node, in_node, (1, 2, 4, 8, 16)):
-        ranks, rest = divmod(world.size, tp * cp * pp)
-        if rest or tp * cp > world.local_size:
+        if tp * cp > world.local_size or world.size % (tp * cp * pp):
             continue
         axes: dict[str, Any] = {"tp_size": tp, "cp_size": cp, "pp_size": pp}
         axes["async_tp"] = tp > 1 and compiled
-        axes["pp_schedule"] = (
-            "interleaved" if pp > 1 and given.pp_schedule == "1f1b" else given.pp_schedule
-        )
-        groups: list[dict[str, Any]] = [{"sharding_strategy": "fsdp", "hsdp_shard_size": None}]
-        if pp == 1:
-            groups += [
-                groups[0] | {"sharding_strategy": each} for each in ("zero2", "zero1", "ddp")
-            ]
-        node = world.local_size // (tp * cp)
-        sizes = {given.hsdp_shard_size or 0, *(node * number for number in (1, 2, 4))}
-        groups += [
-            {"sharding_strategy": "hsdp", "hsdp_shard_size": size}
-            for size in sorted(sizes)
-            if 1 < size < ranks and ranks % size == 0
-        ]
-        if world.size == 1:
-            groups = [
-                {"sharding_strategy": given.sharding_strategy or "none", "hsdp_shard_size": None}
-            ]
-        for group, recompute in itertools.product(groups, recomputing):
-            tried = axes | group | recompute
-            if all(tried[name] == value for name, value in set_flags.items()):
-                yield replace(given, **tried)
+        if pp > 1 and given.pp_schedule == "1f1b":
+            axes["pp_schedule"] = "interleaved"
+        for strategy, shard_size in _shard_groups(config, tp * cp, pp):
+            yield replace(given, sharding_strategy=strategy, hsdp_shard_size=shard_size, **axes)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Returns all values of a plan; sizes in bytes, times in seconds."""
-    config, batch, shape = plan.config, plan.batch, plan.step.shape
+def _shard_groups(
+    config: EstimateConfig, num_inner: int, pp: int
+) -> Iterator[tuple[str, int | None]]:
+    """Yields strategies, with the size of a group of hsdp: one, two or four nodes.
+
+    num_inner   ranks of tp and cp, which share a node
+    """
+    world, given = config.machine.world, config.parallel
+    if world.size == 1:
+        yield given.sharding_strategy or "none", None
+        return
+    yield "fsdp", None
+    if pp == 1:
+        yield from (("zero2", None), ("zero1", None), ("ddp", None))
+    ranks = world.size // (num_inner * pp)
+    nodes = [world.local_size // num_inner * number for number in (1, 2, 4)]
+    for size in sorted({given.hsdp_shard_size or 0, *nodes}):
+        if 1 < size < ranks and ranks % size == 0:
+            yield "hsdp", size
+
+
+def as_json(found: Estimate) -> dict[str, Any]:
+    """Returns all values of an estimate; sizes in bytes, times in seconds."""
+    config, run, batch = found.config, found.run, found.run.batch
     return {
-        "flags": plan.flags,
+        "flags": found.flags,
         "model": config.model.name,
-        "parameters": num_params(shape.config),
-        "device": plan.device.name,
+        "parameters": num_params(run.model),
+        "device": found.device.name,
         "num_devices": config.num_devices,
-        "layout": vars(shape.dims),
-        "precision": vars(shape.precision),
+        "layout": vars(run.dims),
+        "precision": vars(run.precision),
         "batch_size": batch.batch_size,
         "dp_size": batch.dp_size,
         "grad_accum_steps": batch.grad_accum_steps,
         "global_batch_size": batch.global_batch_size,
-        "tokens_per_step": plan.step.tokens,
-        "memory": vars(plan.memory),
-        "needed": plan.memory.total,
-        "available": plan.device.memory_bytes,
-        "fits": plan.fits,
-        "sent": dict(sent(plan.step)),
-        "time": plan.seconds,
-        "step_s": sum(plan.seconds.values()),
-        "tokens_per_s_per_device": plan.tokens_per_s,
-        "mfu": plan.mfu,
-        "steps": plan.num_steps,
-        "days": vars(plan.days) | {"total": plan.days.total},
-        "kwh": _kwh(plan),
+        "tokens_per_step": found.step.tokens,
+        "memory": vars(found.memory),
+        "needed": found.memory.total,
+        "available": found.device.memory_bytes,
+        "fits": found.fits,
+        "sent": dict(sent(found.step)),
+        "time": found.seconds,
+        "step_s": sum(found.seconds.values()),
+        "tokens_per_s_per_device": found.tokens_per_s,
+        "mfu": found.mfu,
+        "steps": run.num_steps,
+        "days": vars(found.days) | {"total": found.days.total},
+        "kwh": _kwh(found),
     }
 
 
-def _kwh(plan: Plan) -> float:
+def _kwh(found: Estimate) -> float:
     """Returns the energy of the devices alone."""
-    return plan.device.watts * plan.config.num_devices * plan.days.total * 24 / 1000
+    return found.device.watts * found.config.num_devices * found.days.total * 24 / 1000
 
 
-def describe(plan: Plan) -> Iterator[str]:
-    """Yields all that is known of a plan, as lines and tables."""
-    config, batch, shape, memory = plan.config, plan.batch, plan.step.shape, plan.memory
-    yield f"{config.model.name}: {num_params(shape.config):,} parameters"
+def describe(found: Estimate) -> Iterator[str]:
+    """Yields all that is known of an estimate, as lines and tables."""
+    config, run, memory = found.config, found.run, found.memory
+    yield f"{config.model.name}: {num_params(run.model):,} parameters"
     yield (
-        f"{config.num_devices:,} x {plan.device.name} in nodes of {config.world.local_size}, "
-        f"{shape.dims.strategy}: {describe_axes(shape.dims)}; {shape.precision.in_words}"
+        f"{config.num_devices:,} x {found.device.name} in nodes of "
+        f"{config.machine.world.local_size}, {run.dims.strategy}: {describe_axes(run.dims)}; "
+        f"{run.precision.in_words}"
     )
-    fitted = "; this micro-batch is the largest that fits" if plan.is_fitted else ""
+    fitted = "; this micro-batch is the largest that fits" if found.is_fitted else ""
     yield (
-        f"batch: {batch.factors} = {counted(batch.global_batch_size, 'sequence')} = "
-        f"{plan.step.tokens:,} tokens per step{fitted}"
+        f"batch: {run.batch.factors} = {counted(run.batch.global_batch_size, 'sequence')} = "
+        f"{found.step.tokens:,} tokens per step{fitted}"
     )
-    if batch.rampup:
-        yield describe_ramp(batch)
+    if run.batch.rampup:
+        yield describe_ramp(run.batch)
     rows = [(name, f"{size / GIB:.2f}") for name, size in vars(memory).items() if size]
-    verdict = f"{'fits' if plan.fits else 'does not fit'} in {plan.device.memory_gib:g}"
+    verdict = f"{'fits' if found.fits else 'does not fit'} in {found.device.memory_gib:g}"
     total = f"{memory.total / GIB:.2f}"
     yield "\n" + table(("memory per rank", "GiB"), [*rows, (f"total, {verdict}", total)]) + "\n"
-    if text := sent_summary(sent(plan.step)):
+    if text := sent_summary(sent(found.step)):
         yield text + "\n"
-    step_s = sum(plan.seconds.values())
-    parts = {**plan.seconds, "total": step_s}
+    step_s = sum(found.seconds.values())
+    parts = {**found.seconds, "total": step_s}
     times = [(name, f"{each:.3f}", f"{each / step_s:.1%}") for name, each in parts.items()]
     yield table(("time of a step", "s", "fraction"), times) + "\n"
-    everywhere = plan.tokens_per_s * config.num_devices
+    everywhere = found.tokens_per_s * config.num_devices
     yield (
-        f"{plan.tokens_per_s:,.0f} tokens/s per device, {everywhere:,.0f} in total, MFU {plan.mfu:.1%}"
+        f"{found.tokens_per_s:,.0f} tokens/s per device, {everywhere:,.0f} in total, "
+        f"MFU {found.mfu:.1%}"
     )
-    yield _days_table(plan.days) + "\n"
+    yield _days_table(found.days) + "\n"
     yield (
-        f"{plan.num_steps:,} steps: {plan.days.total:,.2f} days, {_kwh(plan):,.0f} kWh of the devices "
-        "alone"
+        f"{run.num_steps:,} steps: {found.days.total:,.2f} days, {_kwh(found):,.0f} kWh of the "
+        "devices alone"
     )
 
 
@@ -602,26 +542,28 @@ def _days_table(found: Days) -> str:
     return table(("the run", "days"), [(name, f"{getattr(found, name):,.2f}") for name in names])
 
 
-def describe_search(config: EstimateConfig, plans: list[Plan]) -> str:
-    """Returns a table of the plans, or the reason why there is none."""
+def describe_search(config: EstimateConfig, found: list[Estimate]) -> str:
+    """Returns a table of the layouts, or the reason why there is none."""
     where = f"{config.model.name} on {config.num_devices:,} x {config.device}"
-    if not plans:
+    if not found:
         return (
-            f"{where}: no layout fits {MARGIN:.0%} of the memory; try "
+            f"{where}: no layout fits {1 - ESTIMATE_MARGIN:.0%} of the memory; try "
             f"--num_devices={2 * config.num_devices}"
         )
     head = ("GiB per rank", "tokens/s per device", "MFU", "days", "flags")
     rows = [
         (
-            f"{plan.memory.total / GIB:.1f}",
-            f"{plan.tokens_per_s:,.0f}",
-            f"{plan.mfu:.1%}",
-            f"{plan.days.total:,.2f}",
-            plan.flags,
+            f"{each.memory.total / GIB:.1f}",
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.mfu:.1%}",
+            f"{each.days.total:,.2f}",
+            each.flags,
         )
-        for plan in plans
+        for each in found
     ]
-    first = f"{where}, {plans[0].batch.global_batch_size:,} sequences per step: the fastest layouts"
+    first = (
+        f"{where}, {found[0].run.batch.global_batch_size:,} sequences per step: the fastest layouts"
+    )
     return f"{first}\n{table(head, rows, text_columns=(4,))}"
 
 
@@ -631,26 +573,27 @@ def main(config: EstimateConfig) -> None:
     Raises:
         UserError: the flags contradict one another.
     """
-    if config.device is not None:
-        plans = search(config) if config.search else [choose_plan(config)]
-        if config.json:
-            print(json.dumps(list(map(as_json, plans)) if config.search else as_json(plans[0])))
-        else:
-            print(
-                describe_search(config, plans) if config.search else "\n".join(describe(plans[0]))
-            )
-    elif config.tflops is not None or config.tokens_per_sec_per_device is not None:
+    if config.device is None:
         print("\n".join(_describe_rate(config)))
+    elif config.search:
+        layouts = search(config)
+        if config.json:
+            print(json.dumps([as_json(each) for each in layouts]))
+        else:
+            print(describe_search(config, layouts))
+    else:
+        found = estimate(config)
+        print(json.dumps(as_json(found)) if config.json else "\n".join(describe(found)))
 
 
 def _describe_rate(config: EstimateConfig) -> Iterator[str]:
     """Yields the range of days at the rate of a device."""
     found, count = days_by_rate(config), config.parameters
-    model = (
-        f"{count:,} parameters"
-        if count
-        else (f"{config.model.name} ({num_params(config.resolved_model):,} parameters)")
-    )
+    if count is not None:
+        model = f"{count:,} parameters"
+    else:
+        shape = resolve_model(config.model, seq_length=config.data.seq_length)
+        model = f"{config.model.name} ({num_params(shape):,} parameters)"
     rate = (
         f"{config.tokens_per_sec_per_device:,g} tokens/s"
         if config.tokens_per_sec_per_device
@@ -658,15 +601,8 @@ def _describe_rate(config: EstimateConfig) -> Iterator[str]:
     )
     work = f"{config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
     yield f"{model}, {work}: {config.num_steps:,} steps"
-    if not count:
-        training = config.as_training.training
-        if training.batch_size is None and training.grad_accum_steps is None:
-            config = replace(config, training=replace(config.training, grad_accum_steps=1))
-        dp_size = config.dims(config.parallel).size("dp")
-        training = replace(with_global_batch(config, dp_size), rampup_batch_size=())
-        step = step_of(config, config.parallel, plan_batch(training, dp_size))
-        size = optimizer_bytes(config.optim, config.resolved_model, config.resolved_precision)
-        yield from filter(None, [estimate_memory(step, size).summary, sent_summary(sent(step))])
+    if count is None:
+        yield from _describe_rank(config)
     if config.training.rampup_batch_size:
         yield describe_ramp(config.batches)
     yield _days_table(found)
@@ -674,3 +610,16 @@ def _describe_rate(config: EstimateConfig) -> Iterator[str]:
         f"between {found.shortest:.2f} days, if nothing is recomputed or stops the run, and "
         f"{found.total:.2f} days"
     )
+
+
+def _describe_rank(config: EstimateConfig) -> Iterator[str]:
+    """Yields the memory of a rank, and what it sends, without gradient accumulation by default."""
+    training = config.training
+    if training.batch_size is None and training.grad_accum_steps is None:
+        training = replace(training, grad_accum_steps=1)
+    config = with_batch(replace(config, training=replace(training, rampup_batch_size=())))
+    budget = MemoryBudget(config.machine)
+    run = plan(config, config.machine)
+    yield budget.need(run).summary
+    if text := sent_summary(sent(budget.step(run))):
+        yield text

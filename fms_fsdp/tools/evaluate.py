@@ -47,7 +47,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.resume import checkpoint_tokenizer
-from fms_fsdp.run.trained_run import find_checkpoint
+from fms_fsdp.run.trained_run import require_checkpoint
 from fms_fsdp.tools.export import ExportConfig
 from fms_fsdp.tools.export import main as export
 from fms_fsdp.tools.generate import load_with_tokenizer
@@ -160,7 +160,7 @@ def main(config: EvaluateConfig) -> None:
 def _find_subject(config: EvaluateConfig) -> _Subject:
     folder = Path(config.path).expanduser()
     if not is_hf_checkpoint(folder):
-        return _subject_of(find_checkpoint(config.path, config.step, "--path"))
+        return _subject_of(require_checkpoint(config.path, config.step, "--path"))
     if config.step is not None:
         raise UserError(f"--step={config.step} is for a run's checkpoints; remove it")
     model = open_checkpoint(folder, "--path").config
@@ -254,7 +254,7 @@ def _load(
 
     def find() -> Checkpoint:
         first = next(chosen, None)
-        return first or run_on_rank0(lambda: find_checkpoint(config.path, config.step, "--path"))
+        return first or run_on_rank0(lambda: require_checkpoint(config.path, config.step, "--path"))
 
     def load(checkpoint: Checkpoint) -> Checkpoint:
         load_checkpoint(checkpoint.folder, model, None, is_alone=world.size == 1)

@@ -32,7 +32,7 @@ from fms_fsdp.hf.tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import DTYPES, fuse, save_weights, weight_map
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.run.resume import checkpoint_data
-from fms_fsdp.run.trained_run import find_checkpoint, is_rank0, recorded_tokenizer
+from fms_fsdp.run.trained_run import is_rank0, recorded_tokenizer, require_checkpoint
 from fms_fsdp.tools.table import show_progress
 from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
@@ -79,7 +79,7 @@ def main(config: ExportConfig) -> None:
         return
     keep_freed_memory()
     read_checkpoint(
-        lambda: find_checkpoint(config.path, config.step, "--path"), partial(_export, config)
+        lambda: require_checkpoint(config.path, config.step, "--path"), partial(_export, config)
     )
 
 

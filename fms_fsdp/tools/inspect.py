@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.data.tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.run.resume import choose_checkpoint
+from fms_fsdp.run.setup import open_stream
 from fms_fsdp.state import RunConfig, read_run_config
 
 EXCERPT = 80  # tokens and characters
@@ -111,27 +112,14 @@ def open_run_data(folder: str, data_path: str = "") -> Iterator[RunData]:
     root = cfg.checkpoint.ckpt_save_path or f"{folder}/checkpoints"
     flags = replace(cfg.checkpoint, resume="auto", ckpt_save_path=root)
     resume = choose_checkpoint(replace(cfg, checkpoint=flags))
-    corpus, step, changes = open_corpus(section), resume.start.step, list[str]()
-    stream = TokenStream(
-        section,
-        corpus,
-        seed=cfg.training.seed,
-        vocab_size=run.model.vocab_size,
-        global_batch_size=run.batch.global_batch_size,
-        dp_rank=0,
-        dp_size=1,
-        rampup=cfg.training.rampup,
+    corpus = open_corpus(section)
+    opened, changes = open_stream(
+        replace(cfg, data=section), run.batch, run.model.vocab_size, corpus, resume
     )
-    try:
+    with closing(cast(TokenStream, opened)) as stream:
         if resume.is_resume and not resume.fresh_data:
-            state = resume.start.data
-            changes = stream.load_state_dict(state, step)
-            _open_removed_sources(stream, state["sources"])
-        else:
-            stream.begin_after(step)
-        yield RunData(stream, step, changes)
-    finally:
-        stream.close()
+            _open_removed_sources(stream, resume.start.data["sources"])
+        yield RunData(stream, resume.start.step, changes)
 
 
 def _read_run(folder: str) -> RunConfig:

@@ -17,29 +17,25 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from fms_fsdp.config import TrainConfig, flag
-from fms_fsdp.config.batch import BatchPlan, global_batch, last_step, plan_batch
+from fms_fsdp.config.batch import BatchPlan, global_batch
 from fms_fsdp.config.flag import coerce, flag_table, unused_flags
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.config.values import counted, one_line, parse_number, shown
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import write_atomically
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.optim.schedules import RunLength, find_milestones
-from fms_fsdp.parallel.layout import check_layout
-from fms_fsdp.predict.memory import GIB, Step, estimate_memory, optimizer_bytes
-from fms_fsdp.predict.meter import Shape
+from fms_fsdp.plan import NOTHING, plan, plan_length, plan_schedule, resolve
+from fms_fsdp.predict.memory import GIB
+from fms_fsdp.run.machine import Machine
+from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.tools.other_configs import Key, read_keys
 from fms_fsdp.tools.whole_folder import check_is_free
 
@@ -489,40 +485,36 @@ def check_run(config: TrainConfig, num_devices: int | None) -> Iterator[str]:
     Raises:
         UserError: the run would be rejected.
     """
-    length, cuda = config.data.seq_length, torch.device("cuda", 0)
-    with torch.device("meta"):
-        model = resolve_model(config.model, seq_length=length)
+    length, training = config.data.seq_length, config.training
+    model = resolve_model(config.model, seq_length=length)
     is_known = config.model.vocab_size or config.model.hf_config or not config.model.num_layers
     known = "" if is_known else f", with {model.vocab_size:,} tokens; the data decides"
     yield f"parameters: {num_params(model):,}{known}"
+
     section = config.parallel
     least = max(1, section.tp_size) * max(1, section.cp_size) * max(1, section.pp_size)
-    world = World(0, 0, num_devices or least, min(8, num_devices or least))
-    dims = plan_dims(section, config.model.name, world)
-    training, dp_size = config.training, dims.size("dp")
-    rows = global_batch(training, dp_size)
-    batch = BatchPlan(rows, 1, 1, training.rampup, True)
+    machine = Machine.of_gpus(2**62, num_devices or least)
+    rows = global_batch(training, resolve(config, machine).dims.size("dp"))
     yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
+
+    # The length and the schedule are those of one rank, so a layout that is rejected has them too.
+    batch = BatchPlan(rows, 1, 1, training.rampup, True)
     if training.num_epochs:
         yield f"steps: those of {training.num_epochs} epochs of the data"
+        any_length = replace(training, num_epochs="", num_tokens=10**12)
+        config = replace(config, training=any_length)
     else:
-        steps = last_step(training, batch, length)
-        run = RunLength(steps, length, lambda step: batch.samples_in(step) * length)
-        points = find_milestones(config.optim, run)
+        steps = plan_length(config, batch, model.vocab_size, NOTHING)
+        points = plan_schedule(config, batch, steps, NOTHING.resume)
         unit = "tokens" if points.in_tokens else "steps"
         yield f"steps: {steps:,}"
         yield (
             f"schedule: {config.optim.lr_schedule}, {points.warmup:,} {unit} of warmup, decay from "
             f"{points.decay_start:,} to {points.decay_end:,}"
         )
-    plan = plan_batch(training, dp_size)
-    check_layout(config, model, dims, plan, cuda)
-    precision = config.precision.resolve(config.precision.named or "bf16")
-    compiled = section.use_torch_compile is not False
-    shape = Shape(model, section, precision, dims, length, compiled)
-    step = Step(shape, plan.batch_size, plan.grad_accum_steps)
-    memory = estimate_memory(step, optimizer_bytes(config.optim, model, precision))
-    yield f"memory: {memory.total / GIB:.1f} GiB per rank on {counted(world.size, 'device')}"
+    run = plan(config, machine)
+    need = replace(MemoryBudget(machine).need(run), saves=0)
+    yield f"memory: {need.total / GIB:.1f} GiB per rank on {counted(run.world_size, 'device')}"
 
 
 def recognize(kinds: set[str], keys: list[Key]) -> str:

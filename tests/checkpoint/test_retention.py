@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import CheckpointConfig, EvalConfig, TrainConfig
@@ -12,6 +11,7 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
 from fms_fsdp.run.checks import check_machine
 from fms_fsdp.state import TrainMetadata
+from tests.specs import machine
 
 
 def test_schedule_changes_its_interval() -> None:
@@ -74,7 +74,7 @@ def check_keep_best(keep_best: int, schedule: str, interval: int, eval_interval:
         checkpoint_interval=interval,
     )
     config = TrainConfig(checkpoint=section, eval=EvalConfig(eval_interval=eval_interval))
-    check_machine(config, torch.device("cpu"), ParallelDims("none"))
+    check_machine(config, machine("cpu"), ParallelDims("none"))
 
 
 @pytest.mark.parametrize("text", ["5@10", "10@100,18@1000,1500", "4@6,6@30", "1@1,9@20"])

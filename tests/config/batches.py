@@ -64,7 +64,9 @@ def answer(case: Case) -> list[Any] | None:
         size, dp_size, steps = case.saved
         saved = BatchPlan(size, steps, dp_size)
     try:
-        plan = plan_batch(TrainingConfig(**case.flags), case.dp_size, saved, "--run_name=x")
+        cfg = TrainingConfig(**case.flags)
+        kept = saved if cfg.global_batch_size is None else None
+        plan = plan_batch(cfg, case.dp_size, kept, "--run_name=x")
         return [
             plan.batch_size,
             plan.grad_accum_steps,

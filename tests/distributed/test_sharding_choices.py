@@ -133,7 +133,7 @@ def test_bytes_sent_and_held_are_those_predicted(world: int) -> None:
         section, n = ParallelConfig(**flags), num_params(config)
         dims = plan_dims(section, "tiny", World(0, 0, world, world))
         step = Step(Shape(config, section, precision, dims, SEQ, False, "cpu"), 1, ACCUM)
-        need, size = minimum_memory(step, 8), NUM_BYTES[precision.gradients]
+        need, size = minimum_memory(step), NUM_BYTES[precision.gradients]
         kept = need.gathered if dims.keeps_weights else 0
         unsharded = need.gradients - size * n // dims.dp_shard
         for found in (measures[name] for measures in results):

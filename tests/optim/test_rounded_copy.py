@@ -99,7 +99,7 @@ def test_memory_of_rounded_copy_is_predicted() -> None:
     shapes = (
         Shape(SHAPE, ParallelConfig(), each, dims, SHAPE.max_seq_len) for each in (CHANCE, BF16)
     )
-    with_copy, without = (minimum_memory(Step(shape, 1, 1), 8).state for shape in shapes)
+    with_copy, without = (minimum_memory(Step(shape, 1, 1)).state for shape in shapes)
     assert with_copy - without == pytest.approx(2 * num_params(SHAPE) / 4, abs=1)
 
 

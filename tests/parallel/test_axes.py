@@ -29,8 +29,8 @@ def check(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any) 
     config = replace(config, data=replace(config.data, seq_length=128))
     dims = plan_dims(section, "tiny", World(0, 0, world, world))
     batch = BatchPlan(batch_size, 1, dims.size("dp"))
-    model, cpu = replace(SHAPE, **(shape or {})), torch.device("cpu")
-    check_layout(config, model, dims, batch, cpu)
+    model = replace(SHAPE, **(shape or {}))
+    check_layout(config, model, dims, batch, is_compiled=bool(section.use_torch_compile))
 
 
 @pytest.mark.parametrize(

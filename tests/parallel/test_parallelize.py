@@ -50,6 +50,7 @@ from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.precision import fsdp_policy, matmul
 from fms_fsdp.run.checks import check_machine, machine_notes
 from tests.cli import ROOT, TINY, last_of_each
+from tests.specs import machine
 
 CPU = torch.device("cpu")
 NO_MESH = Mesh(ParallelDims("none"), 0, "cpu")
@@ -317,24 +318,24 @@ def test_flags_the_machine_lacks_are_rejected(
     monkeypatch.delenv("CXX", raising=False)
     if config.parallel == COMPILED:
         monkeypatch.setenv("PATH", "/nowhere")
+    here = machine(device, missing_for_compilation=missing_for_compilation(device))
     with pytest.raises(UserError, match=message):
-        check_machine(config, torch.device(device), ParallelDims("none"))
+        check_machine(config, here, ParallelDims("none"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure", "float8"])
-def test_gpu_without_bf16_is_rejected(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    section, gpu = ParallelConfig(use_torch_compile=False), torch.device("cuda")
+def test_gpu_without_bf16_is_rejected(precision: str) -> None:
+    section = ParallelConfig(use_torch_compile=False)
 
-    def check(precision: str, device: torch.device) -> None:
+    def check(precision: str, device_type: str) -> None:
         config = TrainConfig(parallel=section, precision=PrecisionConfig(precision=precision))
-        check_machine(config, device, ParallelDims("none"))
+        old = machine(device_type, has_bf16=False, device_name="Tesla V100")
+        check_machine(config, old, ParallelDims("none"))
 
     with pytest.raises(UserError, match=f"--precision={precision} .*Tesla V100.*fp32, with --run_"):
-        check(precision, gpu)
-    check("fp16", gpu)
-    check(precision, CPU)
+        check(precision, "cuda")
+    check("fp16", "cuda")
+    check(precision, "cpu")
 
 
 def test_compilation_defaults_to_gpus_with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +343,7 @@ def test_compilation_defaults_to_gpus_with_compiler(monkeypatch: pytest.MonkeyPa
     assert compiles(ParallelConfig(), gpu) and not compiles(ParallelConfig(), CPU)
     assert not compiles(ParallelConfig(use_torch_compile=False), gpu)
     config = TrainConfig(parallel=cheap, precision=IN_FP32)
-    check_machine(config, gpu, ParallelDims("none"))
+    check_machine(config, machine("cuda"), ParallelDims("none"))
     monkeypatch.setenv("PATH", "/nowhere")
     assert not compiles(ParallelConfig(), gpu)
 
@@ -375,15 +376,19 @@ def test_machine_that_cannot_compile_is_reported(
     tmp_path: Path,
 ) -> None:
     break_machine(monkeypatch, tmp_path)
-    gpu = torch.device("cuda")
+    gpu, cpu = (
+        machine(device, missing_for_compilation=missing_for_compilation(device))
+        for device in ("cuda", "cpu")
+    )
     default = TrainConfig(precision=IN_FP32)
-    assert not compiles(default.parallel, gpu)
+    assert not compiles(default.parallel, torch.device("cuda"))
+    assert not gpu.compiles(default.parallel)
     check_machine(default, gpu, ParallelDims("none"))
     (note,) = machine_notes(default, gpu, ParallelDims("none"))
     assert note.startswith("blocks are not compiled: ")
     assert problem in note
     asked = TrainConfig(parallel=COMPILED, precision=IN_FP32)
-    for device in (gpu, CPU):
+    for device in (gpu, cpu):
         with pytest.raises(UserError, match="--use_torch_compile=True cannot compile") as caught:
             check_machine(asked, device, ParallelDims("none"))
         assert problem in str(caught.value)

@@ -156,7 +156,7 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     before = resident_bytes("VmRSS")
     steps(config, rows, length, accum)
     shape = Shape(config, section, precision, mesh.dims, length, compiled=False, device_type="cpu")
-    need = estimate_memory(Step(shape, rows, accum), 8)
+    need = estimate_memory(Step(shape, rows, accum))
     if world > 1:
         dist.destroy_process_group()
     return resident_bytes("VmHWM") - before, need.total

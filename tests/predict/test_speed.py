@@ -77,7 +77,7 @@ def test_an_estimate_takes_little_time() -> None:
         function.cache_clear()
     begin = time.process_time()
     found = step("llama3_8b", rows=2)
-    estimate_memory(found, 8)
+    estimate_memory(found)
     seconds(found)
     assert time.process_time() - begin < 0.3
     assert found.shape.precision == BF16

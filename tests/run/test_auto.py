@@ -12,26 +12,25 @@ import pytest
 import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.config import BF16, ParallelConfig, Precision, TrainConfig
+from fms_fsdp.config import ParallelConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.values import counted
-from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import plan_dims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
-from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.run.memory import MARGIN, MemoryBudget
-from fms_fsdp.run.resume import ResumePoint, check_resume
-from fms_fsdp.run.setup import plan_run
+from fms_fsdp.plan import plan
+from fms_fsdp.run.machine import Machine
+from fms_fsdp.run.resume import ResumePoint, check_resume, list_changes
+from fms_fsdp.run.setup import Found
 from fms_fsdp.run.startup_log import describe
 from fms_fsdp.state import RunConfig, TrainMetadata, read_run_config
 from fms_fsdp.tools.estimate import EstimateConfig
 from tests.cases import cases
 from tests.cli import TINY, trained
 from tests.distributed.launch import run_ranks
-from tests.specs import FRESH, budget, planned
+from tests.specs import FRESH, budget, machine, planned
 
 BIG = 2**62  # bytes: nothing is too large
+MARGIN = Machine(World(0, 0, 1, 1)).margin
 SEVEN = ("--model_variant=7b", "--recompute=auto")
 
 
@@ -43,25 +42,8 @@ def run_of(
     if not any(flag.startswith("--use_torch_compile") for flag in flags):
         given.append("--use_torch_compile=True")
     cfg = parse_flags(TrainConfig, given)
-    memory = budget(World(0, 0, ranks, node), cuda=available, cpu=BIG)
-    dims = plan_dims(cfg.parallel, cfg.model.name, memory.world)
-    return planned_in(cfg, memory, dims, BF16, resume)
-
-
-def planned_in(
-    cfg: TrainConfig,
-    memory: MemoryBudget,
-    dims: ParallelDims,
-    precision: Precision,
-    resume: ResumePoint = FRESH,
-) -> RunConfig:
-    """Returns the launch with the settings that memory decides; too little memory is no error."""
-    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MemoryBudget, "check", lambda *_: None)
-        patch.setattr("fms_fsdp.run.setup.check_folders", lambda *_: None)
-        gpu = torch.device("cuda", 0)
-        return plan_run(cfg, gpu, dims, precision, model, None, resume, memory)[0]
+    gpus = machine("cuda", World(0, 0, ranks, node), memory={"cuda": available, "cpu": BIG})
+    return plan(cfg, gpus, Found(resume=resume))
 
 
 def expected(run: RunConfig, section: ParallelConfig, rows: int = 0) -> int:
@@ -94,7 +76,8 @@ def resumed(run: RunConfig) -> ResumePoint:
 
 
 def summary(run: RunConfig) -> str:
-    return describe(run, FRESH, budget(cuda=BIG, cpu=BIG), torch.device("cuda", 0), None)
+    stream: Any = None
+    return describe(run, budget(cuda=BIG, cpu=BIG), stream)
 
 
 @pytest.mark.parametrize(("compiled", "ops"), [(True, ()), (False, ("--recompute_ops=attention",))])
@@ -210,9 +193,10 @@ def test_resume_keeps_choices_that_fit() -> None:
         assert again.chosen["recompute"].startswith("auto keeps cheap: about ")
         kept = f"auto keeps {counted(first.batch.batch_size, 'sequence')} x 8 ranks x "
         assert again.chosen["batch_size"].startswith(kept)
-        assert check_resume(again, resume) == []
+        check_resume(again, resume)
+        assert not list(list_changes(again, resume))
     less = run_of(*flags, available=needed - 1, resume=resume)
-    assert any("--recompute cheap -> ops" in line for line in check_resume(less, resume))
+    assert any("--recompute cheap -> ops" in line for line in list_changes(less, resume))
 
 
 def test_resume_chooses_only_automatic_settings() -> None:
@@ -266,10 +250,11 @@ def _choices_of_this_rank() -> dict[str, Any]:
     flags += " --num_layers=4 --vocab_size=512 --seq_length=512 --precision=fp32"
     with pytest.MonkeyPatch.context() as patch:
         limit = (2**40, 600 * 2**20)[rank]
-        patch.setattr("fms_fsdp.run.memory.available_memory", lambda device, ranks: limit)
+        patch.setattr("fms_fsdp.run.machine.available_memory", lambda device, ranks: limit)
         run = planned([*flags.split(), "--global_batch_size=128"], world)
-        memory = MemoryBudget.measure(world, torch.device("cpu"))
-        return {**run.chosen, "available": dict(memory.available)}
+        cpu = torch.device("cpu")
+        measured = Machine.here(world, cpu).measured(cpu)
+        return {**run.chosen, "available": dict(measured.memory)}
 
 
 def test_ranks_choose_by_the_least_memory() -> None:

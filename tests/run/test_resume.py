@@ -24,9 +24,9 @@ from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import Milestones
 from fms_fsdp.run.resume import (
     ResumePoint,
-    check_resume,
     choose_checkpoint,
     learning_rate_jump,
+    list_changes,
 )
 from fms_fsdp.run.setup import find_corpus, open_stream
 from fms_fsdp.state import RunConfig, TrainMetadata
@@ -158,7 +158,8 @@ def test_resume_rejects_other_fixed_flag(whole: Path, flag: str, message: str) -
     with pytest.raises(ValueError) as caught:
         cfg = parse_flags(TrainConfig, flags)
         resume = choose_checkpoint(cfg)
-        open_stream(planned(flags, resume=resume), find_corpus(cfg), resume, 0)
+        run = planned(flags, resume=resume)
+        open_stream(cfg, run.batch, run.model.vocab_size, find_corpus(cfg), resume)
     assert message in str(caught.value)
 
 
@@ -312,7 +313,7 @@ def test_fresh_data_follows_changed_flags() -> None:
     ]
     for now, fresh_data, lines in cases:
         resume = resume_of(resolved(before), fresh_data=fresh_data)
-        assert check_resume(resolved(now), resume) == lines
+        assert list(list_changes(resolved(now), resume)) == lines
 
 
 def launch_of(flags: list[str], num_steps: int, resume: ResumePoint = FRESH) -> RunConfig:

@@ -13,7 +13,8 @@ import pytest
 from fms_fsdp.__main__ import main
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.errors import UserError
-from fms_fsdp.tools.estimate import MARGIN, EstimateConfig, choose_plan, search
+from fms_fsdp.run.machine import ESTIMATE_MARGIN
+from fms_fsdp.tools.estimate import EstimateConfig, estimate, search
 from tests.cases import cases
 
 N = 6_738_415_616  # parameters of 7b
@@ -92,22 +93,22 @@ def test_each_batch_of_a_ramp_has_its_own_time(capsys: pytest.CaptureFixture[str
     ],
 )
 def test_batch_is_that_of_the_flags(flags: str, batch: tuple[int, int, int]) -> None:
-    plan = choose_plan(config(f"{H100} --model_variant=194m {flags}"))
-    found = plan.batch
+    plan = estimate(config(f"{H100} --model_variant=194m {flags}"))
+    found = plan.run.batch
     assert (found.batch_size, found.dp_size, found.grad_accum_steps) == batch
     assert not plan.is_fitted
 
 
 def test_largest_micro_batch_that_fits_is_chosen() -> None:
     flags = f"{H100} --model_variant=llama3_8b"
-    plan = choose_plan(config(flags))
-    rows = plan.batch.batch_size
-    assert plan.is_fitted and plan.batch.global_batch_size == 1024
-    more = choose_plan(config(f"{flags} --global_batch_size=1024 --batch_size={2 * rows}"))
-    limit = MARGIN * plan.device.memory_bytes
+    plan = estimate(config(flags))
+    rows = plan.run.batch.batch_size
+    assert plan.is_fitted and plan.run.batch.global_batch_size == 1024
+    more = estimate(config(f"{flags} --global_batch_size=1024 --batch_size={2 * rows}"))
+    limit = (1 - ESTIMATE_MARGIN) * plan.device.memory_bytes
     assert plan.memory.total <= limit < more.memory.total
-    auto = choose_plan(config(f"{H100} --model_variant=13b --recompute=auto --batch_size=4"))
-    assert auto.fits and auto.section.recompute != "auto"
+    auto = estimate(config(f"{H100} --model_variant=13b --recompute=auto --batch_size=4"))
+    assert auto.fits and auto.run.config.parallel.recompute != "auto"
 
 
 def check_search(seed: int) -> int:
@@ -130,8 +131,12 @@ def check_search(seed: int) -> int:
     for plan in found:
         names = {word.split("=")[0] for word in plan.flags.split()}
         kept = [word for word in flags if word.split("=")[0] not in names]
-        typed = choose_plan(config(" ".join([*kept, plan.flags])))
-        assert typed.memory.total == plan.memory.total <= MARGIN * plan.device.memory_bytes
+        typed = estimate(config(" ".join([*kept, plan.flags])))
+        assert (
+            typed.memory.total
+            == plan.memory.total
+            <= (1 - ESTIMATE_MARGIN) * plan.device.memory_bytes
+        )
         assert typed.tokens_per_s == plan.tokens_per_s, plan.flags
     return len(found)
 
