@@ -9,6 +9,8 @@ import random
 import re
 import subprocess
 import sys
+import time
+import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -47,8 +49,7 @@ class World:
         """Returns the place that torchrun gives this process.
 
         Raises:
-            UserError: a variable is missing or wrong, or restarted workers would meet in the store
-                of the attempt before.
+            UserError: a variable is missing or wrong.
         """
         size = _env("WORLD_SIZE", 1, range(1, 10**6))
         if os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" not in os.environ:
@@ -60,7 +61,6 @@ class World:
             _env("MASTER_PORT", 0, range(2**16))
         local_size = _env("LOCAL_WORLD_SIZE", size, range(1, size + 1))
         local_rank = _env("LOCAL_RANK", 0, range(local_size))
-        _check_store()
         return World(_env("RANK", 0, range(size)), local_rank, size, local_size)
 
 
@@ -79,23 +79,55 @@ def _incomplete(name: str, missing: str) -> UserError:
     return UserError(f"{name}={value} requires {missing}; start with torchrun, or unset {name}")
 
 
-def _check_store() -> None:
-    """Rejects restarts in the store of torchrun's agent, which outlives the workers.
+def restarts_in_agent_store() -> bool:
+    """Returns whether restarted workers meet in the store of torchrun's agent, which outlives them.
 
-    Agents count restarts differently: one whose own workers were well does not count. Its workers
-    would then read keys that the last attempt wrote. With the variable, rank 0 of each attempt opens
-    a store of its own.
+    With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rank 0 of each attempt opens a store of its own.
     """
-    if (
+    return (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
-    ):
-        restarts = shown(os.environ["TORCHELASTIC_MAX_RESTARTS"])
-        raise UserError(
-            f"--max_restarts={restarts} of torchrun requires a store per attempt, but its workers "
-            "share one; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (scripts/train.sh does)"
-        )
+    )
+
+
+def _store_of_attempt(world: World, timeout: timedelta) -> dist.Store:
+    """Returns an empty store within the store of torchrun's agent (collective).
+
+    The agent's store still has the keys of earlier attempts, and no variable of torchrun names an
+    attempt on all nodes: an agent whose own workers were well does not count the restart. So rank 0
+    draws a name. Another rank asks for the name with a key that no earlier process had, and confirms
+    the answer. Until then rank 0 repeats its answers: the first question that it finds may be one of
+    an earlier attempt.
+    """
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timeout,
+    )
+    key = uuid.uuid4().hex
+    if world.rank > 0:
+        store.set(f"question of rank {world.rank}", key)
+        name = store.get(f"answer to {key}").decode()
+        store.set(f"{name}: rank {world.rank} confirms", "")
+        return dist.PrefixStore(name, store)
+
+    name = key
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, world.size))
+    while missing:
+        missing = [rank for rank in missing if not store.check([f"{name}: rank {rank} confirms"])]
+        for rank in missing:
+            question = f"question of rank {rank}"
+            if store.check([question]):
+                store.set(f"answer to {store.get(question).decode()}", name)
+        if missing and time.monotonic() > deadline:
+            seconds = round(timeout.total_seconds())
+            raise RunFailed(f"rank {missing[0]} did not connect to rank 0 within {seconds} s")
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def pick_device(world: World) -> torch.device:
@@ -132,13 +164,15 @@ def init_distributed(
     if world.size == 1 and (section.sharding_strategy or "none").lower() == "none":
         return
     is_nccl = device.type == "cuda" and section.dist_backend != "gloo"
-    alone: dict[str, Any] = {}
+    timeout = collective_timeout(section)
+    meeting: dict[str, Any] = {}  # by default the variables of torchrun
     if world.size == 1:
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif restarts_in_agent_store():
+        store = _store_of_attempt(world, timeout)
+        meeting = {"store": store, "rank": world.rank, "world_size": world.size}
     # No device_id: with it, groups of axes are split off with nccl's options for gloo too.
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=collective_timeout(section), **alone
-    )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=timeout, **meeting)
 
 
 def collective_timeout(section: ParallelConfig) -> timedelta:

@@ -11,6 +11,7 @@ from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.values import shown
 from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.runtime import restarts_in_agent_store
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import free_bytes
 from fms_fsdp.run.machine import Machine
@@ -112,6 +113,12 @@ def machine_notes(cfg: TrainConfig, machine: Machine, dims: ParallelDims) -> Ite
         yield f"--matmul_precision={cfg.parallel.matmul_precision} has no effect without a GPU"
     if is_gpu and cfg.parallel.use_torch_compile is None and machine.missing_for_compilation:
         yield f"blocks are not compiled: {machine.missing_for_compilation}"
+    if restarts_in_agent_store() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        # An agent that has been in a round does not tell newcomers of its store (torch 2.13).
+        yield (
+            "torchrun restarts the ranks of these nodes, but no other node can take the place of "
+            "one; for that, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
+        )
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if end and job_end() is None:
         yield f"SLURM_JOB_END_TIME={shown(end)} is not a time, so it is ignored"

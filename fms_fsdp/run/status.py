@@ -122,6 +122,11 @@ class RunStatus:
         return content.get("status") in (FAILED, BAD_INPUT)
 
     def __enter__(self) -> RunStatus:
+        # torchrun restarts its workers after bad input too. They end at once and print nothing.
+        for attempt in range(self.restart):
+            final = self._note(f"attempt_{attempt}.final")
+            if final is not None and final.exists():
+                sys.exit(EXIT_STATUS[BAD_INPUT])
         return self
 
     def __exit__(
@@ -147,18 +152,25 @@ class RunStatus:
 
     def _is_repeated(self, reason: str) -> bool:
         """Returns whether torchrun's attempt before this one ended for the same reason; notes this one."""
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-        if not file:
+        before = self._note(f"attempt_{self.restart - 1}.bad_input")
+        now = self._note(f"attempt_{self.restart}.bad_input")
+        final = self._note(f"attempt_{self.restart}.final")
+        if before is None or now is None or final is None:
             return False
-        notes = [
-            Path(file).parents[2] / f"attempt_{attempt}.bad_input"
-            for attempt in (self.restart - 1, self.restart)
-        ]
         with suppress(OSError):
-            if self.rank == 0 or not notes[1].exists():
-                notes[1].write_text(reason)
-            return notes[0].read_text() == reason
+            if self._is_on_all_ranks:  # a rank alone may find a disk or a node that recovers
+                final.touch()
+            if self.rank == 0 or not now.exists():
+                now.write_text(reason)
+            return before.read_text() == reason
         return False
+
+    def _note(self, name: str) -> Path | None:
+        """Returns a file that all attempts of this node's torchrun see; None without torchrun."""
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        if not error_file:
+            return None
+        return Path(error_file).parents[2] / name  # of attempt_<number>/<local rank>/error.json
 
     def _enter(self, status: str, *, alone: bool, data_step: int | None = None) -> None:
         """Writes the files; `alone`: this rank writes for itself. The first end is kept."""

@@ -29,7 +29,8 @@ from tests.cli import (
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM_TORCHRUN = [sys.executable, "-m", "tests.warm_torchrun"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"} | STORE_PER_ATTEMPT
+PLAIN_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = PLAIN_ENVIRONMENT | STORE_PER_ATTEMPT
 
 
 def children(process: int, *options: str) -> list[int]:
@@ -120,6 +121,26 @@ def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
         assert not problem(folder) and not corrupt_files(folder)
 
 
+def test_killed_rank_resumes_under_plain_torchrun(tmp_path: Path) -> None:
+    """The command of a user: no variable is exported, so both attempts use the store of the agent."""
+    run = tmp_path / "run"
+    stream = "--dataset_builder=tests.distributed.dying_stream:build"
+    flags = [*TINY, stream, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={run}"]
+    command = [*WARM_TORCHRUN, *under_torchrun(2, "--max-restarts=1", "main_training.py")[3:]]
+    ended = subprocess.run(
+        [*command, *flags],
+        cwd=ROOT,
+        env=PLAIN_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "resuming from step 4 " in ended.stdout
+    assert status(run)["status"] == "finished"
+    assert sorted(metrics(run)) == list(range(1, 9))
+
+
 @pytest.mark.slow
 def test_rank_killed_twice_trains_to_the_end(tmp_path: Path) -> None:
     """Plain torchrun: neither its agent nor its workers are forks."""
@@ -140,27 +161,29 @@ def test_rank_killed_twice_trains_to_the_end(tmp_path: Path) -> None:
 
 
 def two_agents(
-    command: list[str], port: int, folders: Sequence[Path], **more: Any
+    command: list[str],
+    port: int,
+    folders: Sequence[Path],
+    env: dict[str, str] = ENVIRONMENT,
+    **more: Any,
 ) -> list[subprocess.Popen[str]]:
     """Starts an agent of torchrun, with one worker, in each folder."""
     nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     nodes += [f"--rdzv_endpoint=localhost:{port}", f"--rdzv_id={port}"]
     launch = [*command[:3], *nodes, *command[3:]]
-    return [
-        subprocess.Popen(launch, cwd=folder, env=ENVIRONMENT, text=True, **more)
-        for folder in folders
-    ]
+    return [subprocess.Popen(launch, cwd=folder, env=env, text=True, **more) for folder in folders]
 
 
 @pytest.mark.slow
-def test_two_nodes_survive_killed_workers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("env", [PLAIN_ENVIRONMENT, ENVIRONMENT], ids=["shared", "own store"])
+def test_two_nodes_survive_killed_workers(tmp_path: Path, env: dict[str, str]) -> None:
     """Two agents count restarts differently: an agent whose workers were well may not count at all."""
     run = tmp_path / "run"
     flags = [*TINY, "--num_steps=60", "--checkpoint_interval=5", f"--output_dir={run}"]
     file, size = run / "metrics.jsonl", 0
     with open(tmp_path / "output.txt", "w") as output:
         command = [*WARM_TORCHRUN, "--max-restarts=3", "main_training.py", *flags]
-        agents = two_agents(command, 29641, [ROOT] * 2, stdout=output, stderr=output)
+        agents = two_agents(command, 29641, [ROOT] * 2, env, stdout=output, stderr=output)
         try:
             for agent in agents:  # first a worker of one node, then of the other
                 assert wait_for(lambda size=size: file.exists() and file.stat().st_size > size, 300)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.runtime import World, _store_of_attempt
 from tests.cli import TINY
 from tests.warm import launch
-
-# of a worker of `torchrun --max_restarts=3`
-SHARED_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,6 @@ SHARED_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTAR
             "MASTER_PORT=x must be",
         ),
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=999"),
-        (SHARED_STORE, "--max_restarts=3 of torchrun requires a store per attempt"),
     ],
 )
 def test_wrong_torchrun_variable_is_named(
@@ -46,25 +46,21 @@ def test_wrong_torchrun_variable_is_named(
     assert str(caught.value).startswith(words) and len(str(caught.value)) < 400
 
 
-def test_restarts_in_shared_store_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers of several nodes would find keys of the attempt before."""
-    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
-    for name, value in SHARED_STORE.items():
-        monkeypatch.setenv(name, value)
-    ended = launch([*TINY, "--num_steps=1", f"--output_dir={tmp_path / 'run'}"], 2)
-    assert ended.statuses == [2, 2] and ended.stderr.count("\n") == 1
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.stderr
-    assert not (tmp_path / "run").exists()
-    for name, value in (
-        ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
-        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
-        ("TORCHELASTIC_MAX_RESTARTS", "0"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            World.from_env()
+def test_attempt_ignores_keys_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torchrun's agent outlives the workers."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    open_store = partial(_store_of_attempt, timeout=timedelta(seconds=60))
+    ranks = [World(rank, rank, 3, 3) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        before = list(threads.map(open_store, ranks))
+        before[0].set("address", "of the first attempt")
+        stores = list(threads.map(open_store, ranks))
+    assert not any(store.check(["address"]) for store in stores)
+    stores[1].set("address", "of the second attempt")
+    assert {store.get("address") for store in stores} == {b"of the second attempt"}
+    assert before[2].get("address") == b"of the first attempt"
 
 
 def test_incomplete_launch_variables_are_one_line(

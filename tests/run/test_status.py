@@ -97,6 +97,32 @@ def test_empty_first_line_is_no_reason(tmp_path: Path) -> None:
     assert "stage 1 failed" in launch.reason or "the cause" in launch.reason
 
 
+@pytest.mark.parametrize("on_one_rank", [False, True])
+def test_restart_ends_after_bad_input(
+    on_one_rank: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without LAUNCH_OUTCOME, torchrun starts the workers again; what one rank alone found may pass."""
+    monkeypatch.delenv("LAUNCH_OUTCOME", raising=False)
+    starts = 0
+    for attempt in ("0", "1", "2"):
+        error_file = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        try:
+            with RunStatus() as launch:
+                starts += 1
+                raise UserError("--x (1) must be 2", on_one_rank=on_one_rank)
+            ended = launch.exit_status
+        except SystemExit as end:
+            ended = end.code
+        assert ended == 2
+    assert starts == (3 if on_one_rank else 1)
+    assert capsys.readouterr().err == "error: --x (1) must be 2\n"
+
+
 def test_rank_with_bad_data_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
