@@ -8,9 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import World, _store_of_attempt
+from fms_fsdp.run.checks import machine_notes
 from tests.cli import TINY
 from tests.warm import launch
 
@@ -61,6 +65,25 @@ def test_attempt_ignores_keys_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -
     stores[1].set("address", "of the second attempt")
     assert {store.get("address") for store in stores} == {b"of the second attempt"}
     assert before[2].get("address") == b"of the first attempt"
+
+
+def test_store_of_several_agents_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of one node, or with a store per attempt, restart without a limit."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    get_notes = partial(machine_notes, TrainConfig(), torch.device("cpu"), ParallelDims("none"))
+    (note,) = get_notes()
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node" in note
+    for name, value in (
+        ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
+        ("TORCHELASTIC_MAX_RESTARTS", "0"),
+        ("GROUP_WORLD_SIZE", "1"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert not list(get_notes())
 
 
 def test_incomplete_launch_variables_are_one_line(
