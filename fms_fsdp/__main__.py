@@ -18,7 +18,16 @@ from typing import Any
 
 from fms_fsdp.console import open_closed_streams
 from fms_fsdp.cpu_tuning import before_torch
-from fms_fsdp.errors import PROGRAM, UserError, check_installed, is_for_user, printing
+from fms_fsdp.errors import (
+    PROGRAM,
+    RunFailed,
+    UserError,
+    check_installed,
+    is_for_user,
+    is_storage_failure,
+    printing,
+    read_failed,
+)
 
 CALLED = PROGRAM or "python -m fms_fsdp"
 # command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
@@ -109,10 +118,18 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
                 print(f"{command}: {COMMANDS[command][1]}")
             run(parse_flags(config_type, argv[num_words:], f"{CALLED} {command}"))
     except (UserError, OSError) as error:
+        if is_storage_failure(error) and isinstance(error, OSError) and error.filename is not None:
+            print(
+                f"{command}: failed: {read_failed(error.filename, error.strerror)}", file=sys.stderr
+            )
+            return 1
         if not is_for_user(error):
             raise
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RunFailed as error:  # such as a storage that does not answer
+        print(f"{command}: failed: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{command}: stopped; run the command again", file=sys.stderr)
         return 130

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
@@ -18,8 +18,15 @@ _CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
 PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
 _PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
-_ABOUT_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE}
+_ABOUT_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}
 _ABOUT_PATHS |= {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+# A storage that does not answer. Its files may be valid, and a second read may succeed: this is
+# neither bad input nor a missing file.
+_STORAGE_FAILURES = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO}
+_STORAGE_FAILURES |= {
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+}  # the process behind a FUSE mount, the server
 
 
 def check_installed() -> None:
@@ -68,6 +75,34 @@ class RunFailed(Exception):
         self.on_one_rank = on_one_rank
 
 
+class ReadFailed(RunFailed):
+    """A storage did not answer, also not to further tries; see `read_failed`."""
+
+
+def read_failed(name: object, reason: object, *, on_one_rank: bool = False) -> ReadFailed:
+    """Returns the error for a file, or the like, of a storage that did not answer."""
+    return ReadFailed(
+        f"{name} cannot be read: {' '.join(str(reason).split())}; the file is not corrupt: "
+        "repair the storage and start again",
+        on_one_rank=on_one_rank,
+    )
+
+
+def raise_first(failures: Sequence[ReadFailed | None]) -> None:
+    """Raises the error of the first rank that has one; `failures`: of all ranks, on every rank."""
+    for rank, failure in enumerate(failures):
+        if failure is None:
+            continue
+        if len(failures) == 1:
+            raise ReadFailed(str(failure))
+        raise ReadFailed(f"rank {rank}: {failure}")
+
+
+def is_storage_failure(error: BaseException) -> bool:
+    """Returns whether a storage did not answer, which says nothing about its files."""
+    return isinstance(error, OSError) and error.errno in _STORAGE_FAILURES
+
+
 def import_function(name: str, flag: str) -> Any:
     """Returns the user's function module:function, which a flag names.
 
@@ -97,15 +132,21 @@ def is_for_user(error: BaseException) -> bool:
 
 @contextmanager
 def checking_input(*, on_one_rank: bool = False, data_step: int | None = None) -> Iterator[None]:
-    """Turns known I/O errors into UserError, and notes in each UserError who reports the error; other errors
-    pass."""
+    """Turns known I/O errors into UserError or ReadFailed, and notes in each who reports the error; other
+    errors pass."""
     try:
         yield
     except UserError as error:
         error.on_one_rank |= on_one_rank
         error.data_step = error.data_step or data_step
         raise
+    except ReadFailed as error:
+        error.on_one_rank |= on_one_rank
+        raise
     except OSError as error:
+        if is_storage_failure(error):
+            name = error.filename or "the data"
+            raise read_failed(name, error.strerror, on_one_rank=on_one_rank) from error
         if not is_for_user(error):
             raise
         raise UserError(str(error), on_one_rank=on_one_rank, data_step=data_step) from error

@@ -21,7 +21,7 @@ from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.validation import HeldOut, close_held_out
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
-from fms_fsdp.errors import checking_input
+from fms_fsdp.errors import ReadFailed, checking_input, raise_first
 from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import RunConfig, TrainState
@@ -60,9 +60,11 @@ def evaluate(
         print(values["eval/loss"])
 
     Raises:
-        UserError: a shard cannot be read.
+        UserError: a shard cannot be used.
+        ReadFailed: the storage of a rank does not answer; on every rank.
         EvaluationStopped: `is_stopped` returned True.
     """
+    failures: list[ReadFailed] = []
 
     def sum_source(source: HeldOut) -> list[float]:
         """Returns the loss in nats, the number of labels and their bytes (0: unknown)."""
@@ -75,8 +77,14 @@ def evaluate(
                 raise EvaluationStopped
             # FSDP needs every rank in every pass: a batch past the end has no labels
             index = first + mesh.place("dp")
-            with checking_input(on_one_rank=True):
-                batch = source.rows(index * batch_size, (index + 1) * batch_size)
+            try:
+                with checking_input(on_one_rank=True):
+                    batch = source.rows(index * batch_size, (index + 1) * batch_size)
+            except ReadFailed as error:
+                # The other ranks are on their way into the same pass: this rank takes part without
+                # labels, and all of them raise the error at the end.
+                failures.append(error)
+                batch = source.no_rows(batch_size)
             columns = batch if document_mask else batch[:2]
             with record_function("evaluate"):
                 loss, _ = model(*(column.to(device, non_blocking=True) for column in columns))
@@ -97,6 +105,7 @@ def evaluate(
             for source, source_sums in zip(members, sums, strict=True):
                 values |= _averages(f"{group}/{source.name}", *source_sums)
             loss, labels, num_bytes = (math.fsum(column) for column in zip(*sums, strict=True))
+            raise_first(mesh.gather(failures[0] if failures else None))
             all_known = all(source_sums[2] for source_sums in sums)
             values |= _averages(group, loss, labels, num_bytes if all_known else 0)
     return values

@@ -19,7 +19,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.errors import StorageError, UserError, note_once
+from fms_fsdp.errors import StorageError, UserError, is_storage_failure, note_once
 
 # A file system answers with one of these codes if it lacks the operation. EINVAL is among them: fsync
 # of a folder has it on CIFS and gocryptfs.
@@ -125,6 +125,25 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Any) -> None:
     """Writes indented JSON, atomically and synced to disk."""
     write_atomically(path, json.dumps(content, indent=1) + "\n", sync=True)
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a folder is there.
+
+    os.path.isdir, and Path.is_dir from Python 3.14, also return False if the storage fails: a run would
+    start from scratch instead of resuming.
+
+    Raises:
+        OSError: the storage does not answer.
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except ValueError:  # a null character
+        return False
+    except OSError as error:
+        if is_storage_failure(error):
+            raise
+        return False
 
 
 def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fms_fsdp.config import BatchPlan, Precision, TrainConfig, as_dict, flag_table, from_dict
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import ReadFailed, UserError
 from fms_fsdp.models.config import TransformerConfig, model_from_dict
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.schedules import Milestones, Schedule
@@ -314,6 +314,7 @@ class TrainState:
     evaluation_pending: bool = False
     stop_reason: str = ""
     record_error: str = ""  # why this rank cannot write its records
+    read_error: ReadFailed | None = None  # why this rank has no batch of the next step
     # The current step:
     requests: tuple[int, int, int, int] = (0, 0, 0, 0)  # of this rank, see StopControl
     batch: Batch | None = None

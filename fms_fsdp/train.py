@@ -25,7 +25,7 @@ from fms_fsdp.checkpoint.manager import CheckpointManager
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import HostCopy
-from fms_fsdp.errors import UserError, checking_input
+from fms_fsdp.errors import ReadFailed, RunFailed, UserError, checking_input, raise_first
 from fms_fsdp.evaluate import Evaluator
 from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.metrics.profiling import StepProfiler
@@ -96,8 +96,9 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
     """Trains to the last step, or until `state.stop_reason` is set (collective: every rank).
 
     Raises:
-        UserError: the data cannot be read; the last checkpoint is kept.
-        RunFailed: gradients stay non-finite, or the last checkpoint or the records cannot be written.
+        UserError: the data cannot be used; the last checkpoint is kept.
+        RunFailed: gradients stay non-finite, the last checkpoint or the records cannot be written, or the
+            storage of the data fails; then the last step is saved.
     """
     timer.mark("start")
     observers.stop.check_start(state)
@@ -113,44 +114,49 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
         gc.collect()
         gc.freeze()
         gc.disable()
-    while not state.is_done and not state.stop_reason:
-        observers.watchdog.alive()
-        save_s = observers.checkpoints.expected_s(state.step + 1)
-        observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
-        state.requests = observers.stop.requests(state)
-        timer.mark("hooks")
-        state.batch = batch = next_batch(recipe, state)
-        timer.mark("data")
-        result = train_step(recipe, state, batch, timer)
-        state.count(*_size(batch, recipe.mesh))
+    try:
+        while not state.is_done and not state.stop_reason:
+            observers.watchdog.alive()
+            save_s = observers.checkpoints.expected_s(state.step + 1)
+            observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
+            state.requests = observers.stop.requests(state)
+            timer.mark("hooks")
+            batch = read_batch(recipe, state)
+            timer.mark("data")
+            result = train_step(recipe, state, batch, timer)
+            assert batch is not None  # else no rank has made the step
+            state.batch = batch
+            state.count(*_size(batch, recipe.mesh))
 
-        observers.guard.check(state.step, result.grad_norm, result.num_labels)
-        timer.mark("hooks")
-        if observers.metrics.after_step(state, result):
-            observers.status.save_step()
-        timer.mark("logging")
-        observers.profiler.step()
-        # Before the evaluation, which a stop prevents, and the save, which it requires.
-        observers.stop.update(state, HostCopy(result.requests))
-        timer.mark("hooks")
-        if state.is_done:
-            # The save comes first: a kill during the evaluation of the last step loses no step.
-            state.evaluation_pending = observers.evaluator.is_due(state)
-        else:
-            observers.evaluate(state)
-        timer.mark("hooks")
-        if observers.checkpoints.is_due(state):
-            timer.mark("device")  # the copy waits for the steps, which is not time of the save
-        observers.checkpoints.save_if_due(state)
-        if state.is_done:
+            observers.guard.check(state.step, result.grad_norm, result.num_labels)
+            timer.mark("hooks")
+            if observers.metrics.after_step(state, result):
+                observers.status.save_step()
+            timer.mark("logging")
+            observers.profiler.step()
+            # Before the evaluation, which a stop prevents, and the save, which it requires.
+            observers.stop.update(state, HostCopy(result.requests))
+            timer.mark("hooks")
+            if state.is_done:
+                # The save comes first: a kill during the evaluation of the last step loses no step.
+                state.evaluation_pending = observers.evaluator.is_due(state)
+            else:
+                observers.evaluate(state)
+            timer.mark("hooks")
+            if observers.checkpoints.is_due(state):
+                timer.mark("device")  # the copy waits for the steps, which is not time of the save
+            observers.checkpoints.save_if_due(state)
+            if state.is_done:
+                timer.mark("checkpoint")
+                observers.evaluate(state)
+                observers.checkpoints.add_evaluation(state)
+            if observers.exporter is not None:
+                observers.exporter.run_if_due(state)
             timer.mark("checkpoint")
-            observers.evaluate(state)
-            observers.checkpoints.add_evaluation(state)
-        if observers.exporter is not None:
-            observers.exporter.run_if_due(state)
-        timer.mark("checkpoint")
-        if recipe.gc_interval and state.step % recipe.gc_interval == 0:
-            gc.collect()
+            if recipe.gc_interval and state.step % recipe.gc_interval == 0:
+                gc.collect()
+    except ReadFailed as error:  # on every rank, and nothing of the next step has changed
+        raise save_and_explain(error, state, observers.checkpoints) from error
     observers.guard.settle()
     observers.metrics.finish()
     if state.is_done and not state.evaluation_pending:
@@ -160,11 +166,33 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
             observers.exporter.finish()
 
 
+def read_batch(recipe: TrainStep, state: TrainState) -> Batch | None:
+    """Returns this rank's batch of the next step; None if the storage fails (`state.read_error`).
+
+    `train_step` raises the error on every rank: this rank alone could not save the last step.
+    """
+    try:
+        return next_batch(recipe, state)
+    except ReadFailed as error:
+        state.read_error = error
+        return None
+
+
+def save_and_explain(
+    error: ReadFailed, state: TrainState, checkpoints: CheckpointManager
+) -> RunFailed:
+    """Saves the last step and returns the end of the run (collective: the error is on every rank)."""
+    checkpoints.save_last_step(state)
+    if not checkpoints.newest:
+        return RunFailed(str(error))
+    return RunFailed(f"{error}: the run resumes from step {checkpoints.newest}")
+
+
 def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
     """Returns this rank's batch of the next step.
 
     Raises:
-        UserError: the data cannot be read, or does not fit the model.
+        UserError: the data cannot be used, or does not fit the model. ReadFailed: the storage fails.
     """
     with checking_input(on_one_rank=True, data_step=state.step + 1), record_function("data"):
         batch = state.stream.next_batch()
@@ -179,19 +207,21 @@ def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
     return batch
 
 
-def train_step(recipe: TrainStep, state: TrainState, batch: Batch, timer: PhaseTimer) -> StepResult:
+def train_step(
+    recipe: TrainStep, state: TrainState, batch: Batch | None, timer: PhaseTimer
+) -> StepResult:
     """Does one optimizer step on this rank's part of the global batch (collective: every rank).
 
-    One all-reduce sums the number of labels and the `state.requests` of all ranks.
+    Raises:
+        ReadFailed: a rank has no batch (None); on every rank, before anything has changed.
     """
     mesh, model = recipe.mesh, state.model
+    num_labels, requests = _sum_over_ranks(recipe, state, batch)
+    assert batch is not None
     accum = len(batch.tokens_BS) // recipe.micro_batch_of(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
-    own = torch.tensor([own_labels, *state.requests])
-    sums = mesh.sum(own.to(recipe.device, non_blocking=True), "world")
-    factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
+    factor = mesh.size("loss") / num_labels.clamp(min=1) * scale
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
     extra: list[list[torch.Tensor]] = []
@@ -208,7 +238,7 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, timer: PhaseT
         tokens = state.tokens_seen + _size(batch, mesh)[1]
         rate = partial(recipe.schedule, step, tokens)
         # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
-        has_labels_norm = grad_norm.where(sums[0] > 0, torch.nan)
+        has_labels_norm = grad_norm.where(num_labels > 0, torch.nan)
         state.optimizers.step(rate, has_labels_norm, clip)
         await_optimizer(model)
         state.optimizers.zero_grad()
@@ -217,7 +247,30 @@ def train_step(recipe: TrainStep, state: TrainState, batch: Batch, timer: PhaseT
     timer.mark("optimizer")
     made_with = None if state.loss_scale is None else state.loss_scale.last_scale
     extra_sums = tuple(torch.stack(each).sum() for each in zip(*extra, strict=True))
-    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, extra_sums)
+    return StepResult(loss_sum, num_labels, grad_norm, requests, made_with, extra_sums)
+
+
+def _sum_over_ranks(
+    recipe: TrainStep, state: TrainState, batch: Batch | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the number of labels and the `state.requests`, summed over all ranks by one all-reduce.
+
+    Raises:
+        ReadFailed: a rank has no batch; on every rank.
+    """
+    mesh = recipe.mesh
+    own_labels = 0
+    if batch is not None:
+        own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
+    own = torch.tensor([own_labels, int(batch is None), *state.requests])
+    # On the host, by gloo: each rank must know that all have a batch before it enters the forward
+    # pass, where it would wait for ever for a rank without one. To read a sum on a GPU would wait for
+    # the steps in its queue; this waits for the hosts of the other ranks only, which prepare the same
+    # step while the GPUs compute the last one.
+    labels, num_without_batch, *requests = mesh.sum(own, "world").tolist()
+    if num_without_batch:
+        raise_first(mesh.gather(state.read_error))
+    return torch.tensor(labels).to(recipe.device, non_blocking=True), torch.tensor(requests)
 
 
 def _forward_backward(

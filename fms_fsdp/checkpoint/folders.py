@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import write_atomically
+from fms_fsdp.files import is_folder, write_atomically
 from fms_fsdp.state import TrainMetadata, read_train_metadata
 
 T = TypeVar("T")
@@ -264,7 +264,7 @@ def corrupt_files(folder: Path, rank: int = 0, num_ranks: int = 1) -> list[str]:
 
 def checkpoint_steps(root: Path) -> list[int]:
     """Returns the steps of the folders that are named as complete checkpoints, ascending."""
-    found = (_STEP.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
+    found = (_STEP.fullmatch(path.name) for path in root.iterdir()) if is_folder(root) else ()
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -290,7 +290,7 @@ def newest_healthy_step(root: Path) -> int | None:
 
 def leftovers(root: Path) -> list[tuple[Path, str]]:
     """Returns the folders that are not complete checkpoints, each with its state."""
-    found = sorted(root.iterdir()) if root.is_dir() else []
+    found = sorted(root.iterdir()) if is_folder(root) else []
     matches = [(path, _LEFTOVER.fullmatch(path.name)) for path in found]
     return [(path, match[1]) for path, match in matches if match]
 
@@ -308,7 +308,7 @@ def find_checkpoint(
         UserError: there are checkpoints, but all are skipped. OSError: one cannot be read.
     """
     is_named = step is not None or bool(_STEP.fullmatch(path.name))
-    if _STEP.fullmatch(path.name) and (step is not None or path.is_dir()):
+    if _STEP.fullmatch(path.name) and (step is not None or is_folder(path)):
         folders = [path]
     else:
         steps = reversed(checkpoint_steps(path))

@@ -53,7 +53,7 @@ from fms_fsdp.checkpoint.folders import (
 )
 from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.runtime import gather_objects
-from fms_fsdp.errors import FULL_DISK, RunFailed, StorageError, UserError
+from fms_fsdp.errors import FULL_DISK, StorageError, UserError, read_failed
 from fms_fsdp.files import free_bytes, sync_folder, sync_to_disk
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.optimizers import Optimizers
@@ -182,10 +182,7 @@ def _explained(error: Exception, folder: Path) -> Exception:
         return CheckpointDeleted(folder)
     if not isinstance(error, OSError) or isinstance(error, UserError):
         return error
-    return RunFailed(
-        f"{error.filename or folder} cannot be read: {error.strerror or error}; the file is not "
-        "corrupt: repair the storage and start again"
-    )
+    return read_failed(error.filename or folder, error.strerror or error)
 
 
 def _load(tensors: Tensors, reader: CheckpointReader, *, is_alone: bool) -> None:

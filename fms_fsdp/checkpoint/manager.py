@@ -156,6 +156,12 @@ class CheckpointManager:
             return
         self._warn_if_unranked(evaluated)
 
+    def save_last_step(self, state: TrainState) -> None:
+        """Saves the last step unless it is saved, for a launch that cannot read its next batch."""
+        self._collect(wait=True)
+        if state.step > self.newest:
+            self.save(state, wait=True)
+
     def finish(self, state: TrainState) -> None:
         """Deletes old checkpoints at the end of a run, where no later step confirms the newest."""
         self._collect(wait=True)
@@ -241,10 +247,14 @@ class CheckpointManager:
         Newer folders that this launch did not write were skipped as corrupt: they do not count.
         """
         found: dict[int, TrainMetadata] = {}
-        for step in folders.checkpoint_steps(self.root):
-            folder = self.root / f"step_{step}"
-            if (step <= self.start or step in self._written) and folders.is_complete(folder):
-                found[step] = folders.read_metadata(folder)
+        try:
+            for step in folders.checkpoint_steps(self.root):
+                folder = self.root / f"step_{step}"
+                if (step <= self.start or step in self._written) and folders.is_complete(folder):
+                    found[step] = folders.read_metadata(folder)
+        except OSError as error:  # the next save tries again; a run must not end for it
+            log.warning("old checkpoints were not deleted: %s", error)
+            return
         for step in self.policy.to_delete(found):
             try:
                 folders.delete(self.root / f"step_{step}")

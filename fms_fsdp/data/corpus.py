@@ -254,7 +254,13 @@ def _read_counts(storage: Files, paths: list[str]) -> Counts:
     counts: Counts = {}
     for table in fnmatch.filter(paths, TABLES):
         try:
-            text = storage.read(table, storage.sizes[table], 0).decode()
+            data = storage.read(table, storage.sizes[table], 0)
+        except OSError as error:
+            raise UserError(
+                f"counts file {table} cannot be read: {error}; restore or remove the file"
+            ) from error
+        try:
+            text = data.decode()
             rows = csv.reader(text.splitlines()[1:])
             counts |= {row[0]: (int(row[1]), int(row[2])) for row in rows if row}
         except (ValueError, LookupError) as error:

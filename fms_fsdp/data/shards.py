@@ -122,8 +122,6 @@ class Shard:
             yield
         except ShardError:
             raise
-        except OSError as error:
-            raise ShardError(f"shard {self.path} cannot be read: {error}; {RESTORE}") from error
         except _MISREAD as error:
             raise self.error("has corrupt metadata", f"{RESTORE}, or {CONVERT}") from error
 
@@ -138,11 +136,15 @@ class Shard:
         """Returns `size` bytes at `offset`.
 
         Raises:
-            ShardError: the file has fewer, or the offset came from corrupt metadata.
+            ShardError: the file has fewer, or cannot be opened, or the offset came from corrupt metadata.
+            ReadFailed: the storage does not answer.
         """
         if min(size, offset) < 0 or offset + size > self.size:
             raise self.error("has corrupt metadata", f"{RESTORE}, or {CONVERT}")
-        data = self._storage.read(self.path, size, offset)
+        try:
+            data = self._storage.read(self.path, size, offset)
+        except OSError as error:
+            raise ShardError(f"shard {self.path} cannot be read: {error}; {RESTORE}") from error
         if len(data) != size:
             raise self.error(f"is truncated by {size - len(data)} bytes", RESTORE)
         return data

@@ -1,6 +1,6 @@
 """Files in a folder or an object store (s3, gs, az), listed and read in ranges through pyarrow.
 
-    read(path, size, offset) ── local ──> pread
+    read(path, size, offset) ── local ──> pread; opened again and retried if the storage fails
                              └─ remote ─> pages of 256 KiB: from the cache, else fetched by 16 threads
     prefetch(path, ranges)   ── remote ─> the same pages, without waiting
 
@@ -22,12 +22,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fms_fsdp.data.shards import Shard
-from fms_fsdp.errors import MissingInput, StorageError, UserError
-from fms_fsdp.files import open_regular
+from fms_fsdp.errors import (
+    MissingInput,
+    StorageError,
+    UserError,
+    is_storage_failure,
+    read_failed,
+)
+from fms_fsdp.files import is_folder, open_regular
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours -> pyarrow's
@@ -35,6 +43,7 @@ PAGE = 1 << 18
 CACHE_BYTES = 16 << 30
 
 NUM_TRIES = 8
+NUM_LOCAL_TRIES = 6  # 8 s: a server of NFS that is restarted, or moves, answers again in seconds
 
 
 class Storage:
@@ -48,6 +57,7 @@ class Storage:
 
         Raises:
             UserError: the folder does not exist, or cannot be listed.
+            ReadFailed: a local storage does not answer.
         """
         scheme, host, folder = ("", "", data_path)
         if "://" in data_path:
@@ -56,8 +66,10 @@ class Storage:
         # without secrets, for messages
         self.root = f"{scheme}://{host.rpartition('@')[2]}{folder}" if scheme else folder
         try:
-            self._filesystem, self._folder = _open_filesystem(data_path, scheme)
-            self.sizes = self._list() if sizes is None else sizes
+            self._filesystem, self._folder = _retried(
+                lambda: _open_filesystem(data_path, scheme), self.root
+            )
+            self.sizes = _retried(self._list, self.root) if sizes is None else sizes
         except UserError:
             raise
         except (OSError, ValueError) as error:
@@ -78,10 +90,16 @@ class Storage:
         """Returns `size` bytes at `offset`, fewer at the end of the file.
 
         Raises:
+            ReadFailed: the storage does not answer.
             OSError: the file cannot be read.
         """
         if self._pages is None:
-            return os.pread(self._open(path).descriptor, size, offset)
+            # A stale handle stays stale: a further try opens the file again.
+            return _retried(
+                lambda: os.pread(self._open(path).descriptor, size, offset),
+                f"{self.root}/{path}",
+                before_retry=self._open.cache_clear,
+            )
         stop = min(offset + size, self.sizes[path])
         numbers = range(offset // PAGE, -(-stop // PAGE))
         whole = b"".join(self._pages.get([(path, number) for number in numbers]))
@@ -118,21 +136,23 @@ class Storage:
     def _fetch(self, path: str, number: int) -> bytes:
         """Reads a page from the store, and retries with exponential backoff."""
         wanted = min(PAGE, self.sizes[path] - number * PAGE)
+        name = f"{self.root}/{path}"
         for attempt in range(NUM_TRIES):
             try:
                 data: bytes = self._open(path).read_at(wanted, number * PAGE)
                 if len(data) == wanted:
                     return data
-                error = StorageError(
-                    f"{self.root}/{path}: received {len(data)} of {wanted} bytes at {number * PAGE}"
-                )
+                # The object is shorter than its listing said: not a storage that does not answer.
+                reason = f"received {len(data)} of {wanted} bytes at {number * PAGE}"
+                error: Exception = StorageError(f"{name}: {reason}")
             except (FileNotFoundError, PermissionError):
                 raise
             except OSError as caught:
                 if "ACCESS_DENIED" in str(caught):
                     raise
-                error = StorageError(f"{self.root}/{path}: {' '.join(str(caught).split())}")
-            logger.warning("try %d of %d failed: %s", attempt + 1, NUM_TRIES, error)
+                error = read_failed(name, caught)
+                reason = " ".join(str(caught).split())
+            logger.warning("try %d of %d failed: %s: %s", attempt + 1, NUM_TRIES, name, reason)
             if attempt + 1 < NUM_TRIES:
                 time.sleep(0.25 * 2**attempt * random.uniform(0.5, 1.5))
         raise error
@@ -145,6 +165,29 @@ class Storage:
             i.path[len(self._folder) + 1 :]: i.size for i in found if i.type == fs.FileType.File
         }
         return {path: size for path, size in sorted(files.items()) if "/." not in f"/{path}"}
+
+
+def _retried(
+    read: Callable[[], T], name: str, *, before_retry: Callable[[], object] = lambda: None
+) -> T:
+    """Returns `read()`, and tries for some seconds while the storage does not answer.
+
+    Raises:
+        ReadFailed: it did not answer in time. OSError: another error, at once.
+    """
+    for attempt in range(NUM_LOCAL_TRIES):
+        if attempt:
+            time.sleep(0.25 * 2 ** (attempt - 1))
+            before_retry()
+        try:
+            return read()
+        except OSError as error:
+            if not is_storage_failure(error):
+                raise
+            failure = read_failed(name, error.strerror)
+            text = "try %d of %d failed: %s: %s"
+            logger.warning(text, attempt + 1, NUM_LOCAL_TRIES, name, error.strerror)
+    raise failure
 
 
 class _LocalFile:
@@ -174,7 +217,7 @@ def _open_filesystem(data_path: str, scheme: str) -> tuple[Any, str]:
                 "--data_path is missing; set it to the --output of `python -m fms_fsdp prepare`, or set "
                 "--use_dummy_dataset=True"
             )
-        if not os.path.isdir(folder):
+        if not is_folder(folder):
             raise MissingInput(
                 f"--data_path={data_path} is not a folder; make one with `python -m fms_fsdp "
                 "prepare --input=FILES --output=FOLDER`, or set --use_dummy_dataset=True"

@@ -28,7 +28,7 @@ from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit
 from fms_fsdp.data.permute import ORDER_VERSION
 from fms_fsdp.data.sequences import Columns, Lru, Segments, SourceReader
 from fms_fsdp.data.shards import Shard, ShardError, TokenError
-from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.errors import MissingInput, ReadFailed, UserError
 
 STEPS_AHEAD = 2  # that are prepared before they are requested
 SHARD_BYTES, WINDOW_BYTES = 16 << 20, 64 << 20  # of cached open shards and windows
@@ -58,6 +58,7 @@ class Stream(Protocol):
 
         Raises:
             UserError: the data of the step cannot be used.
+            ReadFailed: the storage does not answer; the launch then saves the last step.
         """
 
     def batch_at(self, step: int) -> Batch | None:
@@ -241,7 +242,7 @@ class TokenStream:
                 try:
                     for shard, document, start, stop in self.documents_of(address):
                         found.append(f"{paths[shard]} document {document} [{start}, {stop})")
-                except ShardError:  # hidden by --on_missing=mask
+                except (ShardError, ReadFailed):  # hidden by --on_missing=mask; a line of a log
                     found.append(f"{address.source} sequence {address.n} (cannot be read)")
                 if len(found) >= limit:
                     break

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
-from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch
 from fms_fsdp.data.corpus import Corpus, open_corpus
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.storage import Storage
@@ -54,6 +54,14 @@ class HeldOut:
         ]
         batch = Batch(*(torch.cat(column) for column in zip(*parts, strict=True)))
         batch.labels_BS[max(0, self.num_rows - start) :] = IGNORED_LABEL
+        return batch
+
+    def no_rows(self, count: int) -> Batch:
+        """Returns rows without labels, in place of rows that cannot be read."""
+        batch = empty_batch(count, self.stream.section.seq_length)
+        for column in batch:
+            column.zero_()
+        batch.labels_BS.fill_(IGNORED_LABEL)
         return batch
 
 

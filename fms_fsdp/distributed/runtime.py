@@ -28,7 +28,13 @@ from fms_fsdp.config import ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import shown
 from fms_fsdp.console import Console
 from fms_fsdp.cpu_tuning import keep_freed_memory
-from fms_fsdp.errors import RunFailed, UserError, is_for_user
+from fms_fsdp.errors import (
+    RunFailed,
+    UserError,
+    is_for_user,
+    is_storage_failure,
+    read_failed,
+)
 
 T = TypeVar("T")
 log = logging.getLogger("fms_fsdp")  # lines that are the same on every rank: rank 0 prints them
@@ -205,12 +211,24 @@ def run_on_rank0(function: Callable[[], T]) -> T:
             box[0] = function()
         except Exception as error:
             failure = error
-            failed = RunFailed(f"rank 0 failed: {type(error).__name__}: {error}")
-            box[1] = UserError(str(error)) if is_for_user(error) else failed
+            box[1] = _for_other_ranks(error)
     dist.broadcast_object_list(box, src=0)
     if box[1] is not None:
+        if isinstance(box[1], RunFailed) and failure is not None and is_storage_failure(failure):
+            raise box[1] from failure
         raise failure or box[1]
     return cast(T, box[0])
+
+
+def _for_other_ranks(error: Exception) -> Exception:
+    """Returns the error that the other ranks raise where rank 0 raises `error`."""
+    if is_for_user(error):
+        return UserError(str(error))
+    if isinstance(error, RunFailed):
+        return error
+    if isinstance(error, OSError) and is_storage_failure(error):
+        return read_failed(error.filename or "a file", error.strerror)
+    return RunFailed(f"rank 0 failed: {type(error).__name__}: {error}")
 
 
 def gather_objects(value: T) -> list[T]:

@@ -58,13 +58,14 @@ class Exporter:
                 log.warning("step %d was not exported: %s", step, last)
             else:
                 log.info("exported %s", self._folder / f"step_{step}")
-        ready = [step for step in self._due if (self._checkpoints / f"step_{step}").is_dir()]
+        # os.path.isdir: a storage that fails now is asked again after the next step.
+        ready = [step for step in self._due if os.path.isdir(self._checkpoints / f"step_{step}")]
         if self._running is None and ready:
             self._due.remove(ready[0])
             folder = self._checkpoints / f"step_{ready[0]}"
             try:
                 metadata = read_metadata(folder)
-            except UserError as error:  # e.g. deleted since
+            except (UserError, OSError) as error:  # e.g. deleted since
                 log.warning("step %d was not exported: %s", ready[0], error)
                 return self._go_on()
             if not metadata.is_healthy:

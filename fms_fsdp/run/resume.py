@@ -21,7 +21,7 @@ from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.data.tokenizer import UsedTokenizer, check_same_tokenizer, folder_tokenizer
 from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
-from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.errors import UserError, read_failed
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.state import RunConfig, TrainMetadata
@@ -109,10 +109,7 @@ def _verify(folder: Path, world: World) -> list[str]:
             raise CheckpointDeleted(folder)
         if isinstance(reason, UserError):
             raise reason
-        raise RunFailed(
-            f"{reason.filename or folder} cannot be read: {reason.strerror or reason}; the file is "
-            "not corrupt: repair the storage and start again"
-        )
+        raise read_failed(reason.filename or folder, reason.strerror or reason)
     return [each for names, _ in found for each in names]
 
 

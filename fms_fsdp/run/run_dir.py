@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from fms_fsdp.cpu_tuning import process_age_s
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import UserError, is_storage_failure
 from fms_fsdp.files import UNSUPPORTED, read_json, write_atomically
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class RunDir:
                 if folder.exists() and (real := folder.resolve()) not in self._locks:
                     self._locks[real] = lock_folder(real)
             except OSError as error:
+                if is_storage_failure(error):  # another folder would be another run
+                    raise
                 reason = f"cannot be created or written: {error.strerror}"
                 raise UserError(f"{folder} {reason}; choose another --output_dir") from error
 

@@ -18,7 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from fms_fsdp.errors import RunFailed, UserError, env_rank, is_for_user
+from fms_fsdp.errors import (
+    RunFailed,
+    UserError,
+    env_rank,
+    is_for_user,
+    is_storage_failure,
+    read_failed,
+)
 from fms_fsdp.files import read_json, write_atomically
 
 RUNNING, FINISHED, RESUME_ME = "running", "finished", "resume_me"
@@ -88,6 +95,9 @@ class RunStatus:
         self._reported, self.reason = error, " ".join(str(error).split())
         if not self.is_training and is_for_user(error) and not isinstance(error, UserError):
             error = UserError(str(error))
+        if isinstance(error, OSError) and is_storage_failure(error) and error.filename is not None:
+            error = read_failed(error.filename, error.strerror, on_one_rank=self.rank != 0)
+            self.reason = str(error)
         if isinstance(error, UserError):
             self.outcome, self._is_on_all_ranks = BAD_INPUT, not error.on_one_rank
             is_repeated = self._is_repeated(self.reason)

@@ -133,7 +133,8 @@ class StopControl:
         if self.is_main:
             now = time.monotonic()
             if now - self._file_checked >= 1.0:  # the file system may be slow
-                self._file_checked, by_file = now, self.stop_file.exists()
+                self._file_checked = now
+                by_file = os.path.exists(self.stop_file)  # Path.exists raises if a storage fails
             by_clock = any(left < margin_s for left, _ in self._clocks())
         return (
             int(bool(self.signals.name)),

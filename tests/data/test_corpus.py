@@ -1,5 +1,6 @@
 """Bad input: rejected when the corpus is opened if it can be seen there, in one line."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from fms_fsdp.data.corpus import open_corpus
+from fms_fsdp.errors import ReadFailed, UserError
 from tests.data.corpora import SEP, Files, write_corpus, write_counts, write_lists, write_scalars
 
 SIZES = {"web": [3000, 2000], "code": [1500]}
@@ -221,3 +223,39 @@ def test_validation_folder_is_no_source(files: Files, tmp_path: Path) -> None:
     assert [source.name for source in files.corpus(seq_length=64).sources] == ["code", "web"]
     named = files.corpus(seq_length=64, datasets=("validation/web",))
     assert [source.name for source in named.sources] == ["validation/web"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENXIO])
+def test_each_failed_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The last tokens of documents, of shards that do not name their separator, raised OSError."""
+    files = write_corpus(tmp_path, {"web": [300]}, layout="scalars")
+    pread, calls = os.pread, 0
+    monkeypatch.setattr("fms_fsdp.data.storage.time.sleep", lambda seconds: None)
+
+    def failing(descriptor: int, size: int, offset: int) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls > allowed:
+            raise OSError(code, os.strerror(code))
+        return pread(descriptor, size, offset)
+
+    allowed = 1 << 30
+    monkeypatch.setattr(os, "pread", failing)
+    files.corpus(seq_length=8)
+    total = calls
+    num_errors = 0
+    for number in range(total):
+        allowed = number
+        calls = 0
+        try:
+            files.corpus(seq_length=8)
+        except ReadFailed:
+            assert code == errno.EIO
+            num_errors += 1
+        except UserError:
+            assert code == errno.ENXIO
+            num_errors += 1
+    # The last read is of the fingerprint, which is "----" for a shard that the storage refuses.
+    assert num_errors == (total if code == errno.EIO else total - 1) and total > 15

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import numpy as np
 import pytest
 import torch
 from pyarrow import fs
 
+from fms_fsdp.checkpoint.folders import checkpoint_steps
 from fms_fsdp.data import storage
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.storage import PAGE, Storage, max_open_files
+from fms_fsdp.errors import ReadFailed
 from tests.cases import cases
 from tests.data.corpora import Files, write_corpus
 
@@ -196,7 +200,7 @@ def test_failed_reads_are_retried_and_named(
         assert len(open_flaky(store).read("a/b", 10, 0)) == 10 and store.num_reads == 3
     assert "try 1 of 8 failed: s3://top/x/a/b: reset by peer" in caplog.text
     store = Flaky(PAGE, [OSError("reset\nby peer")] * 9)
-    with pytest.raises(OSError, match="^s3://top/x/a/b: reset by peer$"):
+    with pytest.raises(ReadFailed, match="^s3://top/x/a/b cannot be read: reset by peer; the file"):
         open_flaky(store).read("a/b", 10, 0)
     assert store.num_reads == storage.NUM_TRIES
     for error in (FileNotFoundError("gone"), OSError("AWS Error ACCESS_DENIED during GetObject")):
@@ -204,6 +208,56 @@ def test_failed_reads_are_retried_and_named(
         with pytest.raises(type(error), match=str(error)):
             open_flaky(store).read("a/b", 10, 0)
         assert store.num_reads == 1
+
+
+def test_stale_handle_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One failed read of a local shard ended the run as bad input. No disk that fails can be mounted in
+    CI, so the call answers as its: a handle that is stale stays stale."""
+    (tmp_path / "shard").write_bytes(b"tokens")
+    files, pread, stale = Storage(str(tmp_path)), os.pread, set[int]()
+    stale.add(files._open("shard").descriptor)
+    waits: list[float] = []
+    code = errno.ESTALE
+
+    def failing(descriptor: int, size: int, offset: int) -> bytes:
+        if descriptor in stale:
+            raise OSError(code, os.strerror(code))
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    held = os.open(tmp_path / "shard", os.O_RDONLY)  # else the new handle has the old number
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    with caplog.at_level(logging.WARNING, "fms_fsdp"):
+        assert files.read("shard", 3, 0) == b"tok" and len(waits) == 1
+    assert f"try 1 of 6 failed: {tmp_path}/shard: Stale file handle" in caplog.text
+    stale.update(range(1024))
+    code = errno.EIO
+    match = f"^{tmp_path}/shard cannot be read: Input/output error; the file is not corrupt"
+    with pytest.raises(ReadFailed, match=match):
+        files.read("shard", 3, 0)
+    assert 5 < sum(waits[1:]) < 10
+    code = errno.EACCES  # no further try helps
+    with pytest.raises(PermissionError):
+        files.read("shard", 3, 0)
+    os.close(held)
+
+
+def test_failing_folder_is_not_a_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was "is not a folder; make one with prepare"; for checkpoints, a run would start from scratch."""
+
+    def failing(path: object, **settings: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(os, "stat", failing)
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    with pytest.raises(ReadFailed, match="cannot be read: Input/output error"):
+        Storage(str(tmp_path))
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint_steps(tmp_path)
 
 
 @cases("""

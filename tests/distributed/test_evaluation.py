@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import FP32, DataConfig, EvalConfig, ParallelConfig
 from fms_fsdp.data.validation import open_held_out, scan_held_out
+from fms_fsdp.errors import ReadFailed
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.parallelize import parallelize
@@ -28,6 +31,34 @@ def evaluated() -> tuple[list[str], bool, float]:
         name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
     ]
     return whole, model.training, values["eval/loss"]
+
+
+def unreadable() -> str:
+    """The error of an evaluation whose rows the second rank cannot read."""
+    mesh, cpu = mesh_of(ParallelConfig(sharding_strategy="ddp")), torch.device("cpu")
+    config = TransformerConfig(2, 32, 32, 2, 1, 64, max_seq_len=16)
+    section = ParallelConfig(sharding_strategy="ddp")
+    model = parallelize(config, section, mesh, device=cpu, precision=FP32, seed=1)
+    data = DataConfig(use_dummy_dataset=True, seq_length=16)
+    flags = EvalConfig(eval_interval=1, eval_steps=5)
+    sources = open_held_out(flags, scan_held_out(flags, data, None, vocab_size=64), 1)
+
+    def fail(step: int) -> NoReturn:
+        raise ReadFailed("shard-00000.arrow cannot be read")
+
+    if mesh.place("dp") == 1:
+        for source in sources:
+            source.stream.batch_at = fail  # type: ignore[method-assign]
+    try:
+        evaluate(model, sources, batch_size=2, document_mask=False, device=cpu, mesh=mesh)
+    except ReadFailed as error:
+        return str(error)
+    return ""
+
+
+def test_unreadable_rows_end_every_rank() -> None:
+    """The other ranks waited for the rank in the next pass."""
+    assert run_ranks(unreadable, 2) == ["rank 1: shard-00000.arrow cannot be read"] * 2
 
 
 def test_weights_are_sharded_again_after_evaluation() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fms_fsdp.checkpoint.folders import complete_steps
 from fms_fsdp.run.run_dir import lock_folder
 from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained, under_torchrun
 from tests.data.corpora import SEP, write_corpus, write_lists
@@ -124,6 +125,20 @@ def test_rank_out_of_memory_reports_remedies(tmp_path: Path) -> None:
     ended = status(tmp_path)
     assert ended["status"] == "failed" and "--recompute=blocks saves about" in ended["reason"]
     assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def test_unreadable_batch_saves_the_last_step(tmp_path: Path) -> None:
+    """The rank that cannot read takes part in the agreement: the other one would wait for it for ever."""
+    argv = ["--model_variant=tiny", "--seq_length=64", "--num_steps=9", f"--output_dir={tmp_path}"]
+    argv.append("--dataset_builder=tests.distributed.failing_stream:build")
+    result = run(*argv, "--data_kwargs=rank=1,step=3,kind=disk", nproc=2)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    reason = "rank 1: /data/a.bin cannot be read: Input/output error; the file is not corrupt: "
+    reason += "repair the storage and start again: the run resumes from step 2"
+    assert result.stderr.count(f"failed: {reason}\n") == 1
+    ended = status(tmp_path)
+    assert (ended["status"], ended["step"], ended["reason"]) == ("failed", 2, reason)
+    assert complete_steps(tmp_path / "checkpoints") == [2]
 
 
 def own_data(folder: Path) -> list[str]:
