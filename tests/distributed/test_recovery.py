@@ -143,12 +143,14 @@ def test_killed_rank_resumes_under_plain_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rank_killed_twice_trains_to_the_end(tmp_path: Path) -> None:
-    """Plain torchrun: neither its agent nor its workers are forks."""
+    """Plain torchrun, without a variable: neither its agent nor its workers are forks."""
     run = tmp_path / "run"
     flags = [*TINY, "--num_steps=200", "--checkpoint_interval=4", f"--output_dir={run}"]
     command = under_torchrun(2, "--max-restarts=2", "main_training.py", *flags)
     with open(tmp_path / "output.txt", "w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=PLAIN_ENVIRONMENT, stdout=output, stderr=output
+        )
         try:
             rng = random.Random(0)
             killed = sum(kill_at("step", process, run, rng) for _ in range(2))
