@@ -101,7 +101,8 @@ def main(argv: list[str]) -> int:
         phases = LaunchPhases()
         phases.done("launch")
 
-        launch = plan_launch(parsed, phases, at_end)
+        notes = [*signals.notes, *parsed.notes]
+        launch = plan_launch(parsed, phases, at_end, notes=notes)
         if parsed.dry_run:
             log_plan(launch)
             end(status, FINISHED, "dry run: nothing was written")
@@ -155,7 +156,9 @@ def end(status: RunStatus, outcome: str, reason: str, folder: Path | None = None
     shut_down()
 
 
-def plan_launch(parsed: Parsed[TrainConfig], phases: LaunchPhases, at_end: ExitStack) -> Launch:
+def plan_launch(
+    parsed: Parsed[TrainConfig], phases: LaunchPhases, at_end: ExitStack, *, notes: list[str]
+) -> Launch:
     """Returns the plan of the launch, and opens its inputs; creates nothing (collective).
 
     Raises:
@@ -178,7 +181,7 @@ def plan_launch(parsed: Parsed[TrainConfig], phases: LaunchPhases, at_end: ExitS
     device = runtime.pick_device(world)
     machine = Machine.here(world, device)
     settings = resolve(cfg, machine)
-    for note in [*parsed.notes, *machine_notes(cfg, machine, settings.dims)]:
+    for note in [*notes, *machine_notes(cfg, machine, settings.dims)]:
         runtime.log.info("note: %s", note)
     startup_log.log_precision(cfg.precision, machine)
     phases.done("checks")
@@ -438,6 +441,7 @@ def wire(
         host_bytes=host_bytes,
     )
     closing.callback(checkpoints.close)
+    signals.is_committing = lambda: checkpoints.is_committing
     sampler = exporter = None
     if (prompts := launch.found.prompts) is not None:
         from fms_fsdp.samples import Sampler

@@ -93,19 +93,20 @@ def write_checkpoint(
     *,
     group: dist.ProcessGroup | None = None,
     began: float | None = None,
+    on_written: Callable[[], None] = lambda: None,
     on_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes `root/step_<N>` (collective over `group`; None: this process alone).
 
-    `began`: when the save began, by `time.perf_counter`. `on_commit` runs on rank 0 after the
-    rename, while the other ranks still wait.
+    `began`: when the save began, by `time.perf_counter`. `on_written` runs on each rank when its own
+    files are on disk, `on_commit` on rank 0 after the rename, while the other ranks still wait.
 
     Raises:
         SaveFailed: it could not be written; `step_<N>.partial-<attempt>` remains.
     """
     partial = root / f"step_{metadata.step}.partial-{attempt}"
     began = time.perf_counter() if began is None else began
-    writer = _Writer(partial, metadata, began, on_commit)
+    writer = _Writer(partial, metadata, began, on_written, on_commit)
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a collection of tracebacks: report the first rank's
@@ -209,7 +210,12 @@ class _Writer(FileSystemWriter):
     """Writes the folder `partial`, and renames it to `step_<N>` once it is complete."""
 
     def __init__(
-        self, partial: Path, metadata: TrainMetadata, began: float, on_commit: Callable[[], None]
+        self,
+        partial: Path,
+        metadata: TrainMetadata,
+        began: float,
+        on_written: Callable[[], None],
+        on_commit: Callable[[], None],
     ) -> None:
         # By default DCP copies ahead, for which it waits for the GPU at each large tensor.
         super().__init__(
@@ -217,7 +223,8 @@ class _Writer(FileSystemWriter):
         )
         self.files: dict[str, tuple[int, int]] = {}
         self.fs = _SyncedFiles(self.files)
-        self._metadata, self._began, self._on_commit = metadata, began, on_commit
+        self._metadata, self._began = metadata, began
+        self._on_written, self._on_commit = on_written, on_commit
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Raises StorageError on rank 0, before any rank writes, if the disk is too small."""
@@ -235,6 +242,7 @@ class _Writer(FileSystemWriter):
         with torch_serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             results = _Results(super().write_data(plan, planner).value())
         results.files = dict(self.files)
+        self._on_written()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

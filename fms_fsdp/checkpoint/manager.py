@@ -74,6 +74,7 @@ class CheckpointManager:
         if dist.is_initialized():
             timeout = timedelta(seconds=SAVE_TIMEOUT_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.is_committing = False  # this rank has written its files of a save that is under way
         self._background, self._host = cfg.async_checkpoint, Tensors()
         self._work: list[Future[None]] = []
         due = self.schedule.next_after(self.start)
@@ -191,6 +192,9 @@ class CheckpointManager:
             if self.is_main:
                 shutil.rmtree(self.root / f"step_{step}.partial-{self.attempt}", ignore_errors=True)
             return error
+        except KeyboardInterrupt:  # the user does not wait for a save, so `close` must not either
+            self._work.clear()
+            raise
         finally:
             self.alive(0.0)
 
@@ -215,21 +219,28 @@ class CheckpointManager:
         return {name: self._host[name] for name in tensors}
 
     def _write(self, tensors: Tensors, metadata: TrainMetadata, began: float) -> None:
+        def on_written() -> None:
+            self.is_committing = True
+
         def on_commit() -> None:  # on rank 0
             self._written.add(metadata.step)
             seconds = time.perf_counter() - began
             log.info("saved %s (%.1f s)", self.root / f"step_{metadata.step}", seconds)
 
         group = self._group
-        write_checkpoint(
-            tensors,
-            self.root,
-            metadata,
-            self.attempt,
-            group=group,
-            began=began,
-            on_commit=on_commit,
-        )
+        try:
+            write_checkpoint(
+                tensors,
+                self.root,
+                metadata,
+                self.attempt,
+                group=group,
+                began=began,
+                on_written=on_written,
+                on_commit=on_commit,
+            )
+        finally:
+            self.is_committing = False
         self.newest, self.save_s = metadata.step, time.perf_counter() - began
         self._lacks_evaluation = metadata.evaluation_pending
         self._has_old = bool(self.policy.last)

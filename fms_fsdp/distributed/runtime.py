@@ -177,8 +177,30 @@ def init_distributed(
     elif restarts_in_agent_store():
         store = _store_of_attempt(world, timeout)
         meeting = {"store": store, "rank": world.rank, "world_size": world.size}
-    # No device_id: with it, groups of axes are split off with nccl's options for gloo too.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_nccl else "gloo", timeout=timeout, **meeting)
+    backend = "cpu:gloo,cuda:nccl" if is_nccl else "gloo"
+    try:
+        # No device_id: with it, groups of axes are split off with nccl's options for gloo too.
+        dist.init_process_group(backend, timeout=timeout, **meeting)
+    except dist.DistNetworkError as error:
+        raise _port_error(error) or error from error
+
+
+def _port_error(error: dist.DistNetworkError) -> UserError | None:
+    """Returns why rank 0 cannot listen for the other ranks; None if the error is another one."""
+    port, text = os.environ["MASTER_PORT"], str(error)
+    if "EADDRINUSE" in text:
+        return UserError(
+            f"MASTER_PORT={port} must be free on rank 0's machine, but another process uses it; "
+            "end that process, or export another MASTER_PORT on every rank",
+            on_one_rank=True,
+        )
+    if "EACCES" in text:
+        return UserError(
+            f"MASTER_PORT={port} must be a port that this user may open; export one above 1023 on "
+            "every rank",
+            on_one_rank=True,
+        )
+    return None
 
 
 def collective_timeout(section: ParallelConfig) -> timedelta:

@@ -27,6 +27,7 @@ from fms_fsdp.errors import (
     read_failed,
 )
 from fms_fsdp.files import read_json, write_atomically
+from fms_fsdp.run.agent import agent_pid, await_rank0, release_ranks
 
 RUNNING, FINISHED, RESUME_ME = "running", "finished", "resume_me"
 BAD_INPUT, FAILED = "bad_input", "failed"
@@ -45,6 +46,7 @@ class RunStatus:
     def __init__(self) -> None:
         self.rank, self.restart = env_rank(), env_int("TORCHELASTIC_RESTART_COUNT", 0)
         self.folder: Path | None = None
+        self.has_agent = agent_pid() != 0
         self.is_training = False  # until then, a file that cannot be used is bad input
         self.current_step: Callable[[], int] = lambda: 0
         self.outcome, self.reason = "", ""
@@ -54,9 +56,8 @@ class RunStatus:
 
     @property
     def exit_status(self) -> int:
-        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         is_final = self._is_on_all_ranks and "LAUNCH_OUTCOME" in os.environ  # a restart is useless
-        if is_torchrun and (self.outcome == RESUME_ME or is_final):
+        if self.has_agent and (self.outcome == RESUME_ME or is_final):
             return 0
         return EXIT_STATUS[self.outcome or FAILED]
 
@@ -102,12 +103,19 @@ class RunStatus:
             self.outcome, self._is_on_all_ranks = BAD_INPUT, not error.on_one_rank
             is_repeated = self._is_repeated(self.reason)
             self._enter(BAD_INPUT, alone=error.on_one_rank, data_step=error.data_step)
-            if self.rank == 0 or error.on_one_rank:
-                if not is_repeated:
-                    self.print(f"error: {self.reason}")
+            is_reported_here = self.rank == 0 or error.on_one_rank
+            if is_reported_here and not is_repeated:
+                self.print(f"error: {self.reason}")
+            if error.on_one_rank:
+                return
+            if self.rank == 0:
+                release_ranks()
             else:
-                time.sleep(5)  # torchrun kills all ranks when one exits: let rank 0 print
+                await_rank0()
             return
+        if isinstance(error, KeyboardInterrupt):
+            error = RunFailed("interrupted by a second SIGINT; the last checkpoint stays")
+            self.reason = str(error)
         reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         self.fail(self.reason if isinstance(error, RunFailed) else reason)
         if not isinstance(error, RunFailed):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from fms_fsdp.config.training import TrainingConfig
 from fms_fsdp.cpu_tuning import process_age_s
+from fms_fsdp.run.agent import agent_pid
 from fms_fsdp.run.status import RESUME_ME, RunStatus
 
 if TYPE_CHECKING:
@@ -34,19 +35,26 @@ class StopSignals:
     """SIGTERM, SIGINT, SIGUSR1, SIGHUP ask for a stop after the step; a second SIGINT interrupts.
 
     A thread reads them from a pipe, because handlers do not run inside a collective. Before the
-    first step there is nothing to save, and the process ends at once.
+    first step there is nothing to save, and the process ends at once. A save that this rank has
+    written (`is_committing`) is not interrupted. Only Python's main thread can handle signals;
+    `notes` says so in other threads.
     """
 
     def __init__(self, status: RunStatus) -> None:
         self.name, self.can_save, self._status, self._interrupts = "", False, status, 0
         self.came_to_peer = False  # a signal to another rank has ended the launch
-        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        self.is_committing: Callable[[], bool] = lambda: False
+        self.notes: list[str] = []
+        self._agent = agent_pid()
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _STOPS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self._count)
+        if threading.current_thread() is threading.main_thread():
+            self._handle(writer)
+        else:
+            self.notes.append(
+                "main() is not called in the main thread, so signals are not handled; "
+                "stop the run by a file STOP in its directory"
+            )
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def wait_for_agent(self) -> None:
@@ -59,9 +67,17 @@ class StopSignals:
         while self.came_to_peer and self._agent and not self.name and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def _handle(self, writer: int) -> None:
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in _STOPS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._count)
+
     def _count(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
+        if number != signal.SIGINT:
+            return
+        self._interrupts += 1
+        if self._interrupts > 1 and not self.is_committing():
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
@@ -70,7 +86,7 @@ class StopSignals:
             for number in os.read(self._pipe, 64) if ready else b"":
                 if number in _STOPS:
                     self._ask(signal.Signals(number).name)
-            if self._agent and os.getppid() != self._agent:
+            if self._agent and agent_pid() != self._agent:
                 self._agent = 0
                 self._ask("the end of torchrun's agent")
 

@@ -83,12 +83,90 @@ def test_locked_folder_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_second_launch_of_one_process_runs(tmp_path: Path) -> None:
-    """It said that its own process was writing there."""
+    """It said that its own process was writing there. A third one trains in a thread, where signals
+    cannot be handled."""
     flags = [*TINY, "--trackers=none", f"--output_dir={tmp_path}"]
-    code = f"from main_training import main\nflags = {flags}\n"
-    code += "print([main([*flags, f'--num_steps={n}']) for n in (1, 0, 2)])"
+    code = f"from main_training import main\nfrom threading import Thread\nflags = {flags}\n"
+    code += "print([main([*flags, f'--num_steps={n}']) for n in (1, 0, 2)])\n"
+    code += "thread = Thread(target=main, args=([*flags, '--num_steps=3'],))\n"
+    code += "thread.start(); thread.join()"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "[0, 2, 0]" in ended.stdout, ended.stderr
+    assert ended.stdout.count("note: main() is not called in the main thread") == 1
+    assert status(tmp_path)["step"] == 3 and "Traceback" not in ended.stderr
+
+
+def test_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in (address | {"RANK": "0", "WORLD_SIZE": "2"}).items():
+            monkeypatch.setenv(name, value)
+        result = run(*TINY, f"--output_dir={tmp_path / 'run'}")
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: MASTER_PORT={port} must be free on rank 0's machine")
+    assert result.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+sys.path.insert(0, os.getcwd())
+import main_training
+from fms_fsdp.checkpoint import io
+
+method = sys.argv[1]
+original = getattr(io._Writer, method)
+
+
+def slow(self, *arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(2)
+    return original(self, *arguments)
+
+
+setattr(io._Writer, method, slow)
+
+
+def interrupt_once_it_trains():
+    file = os.path.join(sys.argv[-1].partition("=")[2], "metrics.jsonl")
+    while not os.path.exists(file) or open(file).read().count("\\n") < 3:
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+threading.Thread(target=interrupt_once_it_trains, daemon=True).start()
+os._exit(main_training.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "exit_status"),
+    [("finish", 75), pytest.param("write_data", 1, marks=pytest.mark.slow)],
+)
+def test_second_interrupt_spares_a_commit(tmp_path: Path, method: str, exit_status: int) -> None:
+    """The first comes while the launch trains, the second within the save."""
+    script, folder = tmp_path / "interrupted.py", tmp_path / "run"
+    script.write_text(INTERRUPTED)
+    flags = [*LONG, "--checkpoint_interval=0", f"--output_dir={folder}"]
+    ended = subprocess.run(
+        [sys.executable, str(script), method, *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=hear_all_signals,
+    )
+    assert ended.returncode == exit_status, ended.stderr
+    saved = list((folder / "checkpoints").glob("step_*[0-9]"))
+    if exit_status == 75:
+        assert len([path for path in saved if "partial" not in path.name]) == 1
+        assert status(folder)["status"] == "resume_me" and not ended.stderr
+    else:
+        assert all("partial" in path.name for path in saved)
+        assert status(folder)["status"] == "failed"
+        assert ended.stderr == "failed: interrupted by a second SIGINT; the last checkpoint stays\n"
 
 
 @pytest.mark.parametrize(

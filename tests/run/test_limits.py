@@ -121,8 +121,11 @@ def test_request_of_another_rank_interrupts(tmp_path: Path) -> None:
 
 def test_the_second_interrupt_ends_the_launch_at_once_and_the_first_does_not() -> None:
     heard = StopSignals.__new__(StopSignals)  # the whole one would take the signals of this process
-    heard._interrupts = 0
+    heard._interrupts, is_committing = 0, [False]
+    heard.is_committing = lambda: is_committing[0]
     heard._count(signal.SIGINT, None)
     heard._count(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
         heard._count(signal.SIGINT, None)
+    is_committing[0] = True  # then the launch ends soon, with the checkpoint
+    heard._count(signal.SIGINT, None)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.run.agent import await_rank0
 from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
+from tests.cli import ROOT
 
 
 def status(folder: Path) -> dict[str, object]:
@@ -70,15 +77,54 @@ def test_failing_close_keeps_the_reason(tmp_path: Path, capsys: pytest.CaptureFi
     assert status(tmp_path)["reason"] == "--x (1) must be 2"
 
 
+STOPPED = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from fms_fsdp.run.status import RESUME_ME, RunStatus
+launch = RunStatus()
+launch.outcome = RESUME_ME
+sys.exit(launch.exit_status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("is_session", "has_shell", "exit_status"),
+    [(True, False, 0), (True, True, 0), (False, False, 75)],
+)
 def test_stopped_launch_is_75_without_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_session: bool, has_shell: bool, exit_status: int
 ) -> None:
+    """torchrun starts a worker, which may be a script, as the leader of a session; a launch that only
+    inherits the variable is not one."""
+    command = [sys.executable, "-c", STOPPED]
+    if has_shell:
+        command = ["sh", "-c", '"$@"; exit $?', "sh", *command]
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    ended = subprocess.run(command, env=environment, start_new_session=is_session)
+    assert ended.returncode == exit_status
     with RunStatus() as launch:
-        launch.open(tmp_path, 0)
         launch.outcome = RESUME_ME
     assert launch.exit_status == 75
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert launch.exit_status == 0
+
+
+def test_other_ranks_wait_until_rank_0_has_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They slept for 5 s."""
+    address = {"MASTER_ADDR": "test", "MASTER_PORT": str(os.getpid() % 60000), "WORLD_SIZE": "2"}
+    for name, value in (address | {"RANK": "1"}).items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    other = Thread(target=await_rank0)
+    other.start()
+    time.sleep(0.2)
+    assert other.is_alive()
+    monkeypatch.setenv("RANK", "0")
+    with RunStatus():
+        raise UserError("--x (1) must be 2")
+    other.join()
+    assert time.monotonic() - began < 1.2
+    assert capsys.readouterr().err == "error: --x (1) must be 2\n"
 
 
 def test_bug_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,11 @@ import torch
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.tokenizer import load_tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.hf.tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.tools.prepare.command import train_sentencepiece
+from fms_fsdp.tools.whole_folder import whole_folder
 from tests.checkpoint.signing import flip_a_bit
 from tests.cli import CORPUS, ROOT, TINY, trained
 from tests.warm import COMMANDS, running
@@ -114,6 +116,17 @@ def test_failed_export_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
         (line,) = capsys.readouterr().err.splitlines()
         assert text in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
+
+
+def test_second_export_to_one_folder_ends(tmp_path: Path) -> None:
+    output = tmp_path / "hf"
+    with whole_folder(output) as partial:
+        (partial / "weights").write_text("first")
+        with pytest.raises(UserError, match="is being written by another export"):  # noqa: SIM117
+            with whole_folder(output):
+                pass
+    assert (output / "weights").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.slow
