@@ -314,7 +314,7 @@ class TrainState:
     evaluation_pending: bool = False
     stop_reason: str = ""
     record_error: str = ""  # why this rank cannot write its records
-    read_error: ReadFailed | None = None  # why this rank has no batch of the next step
+    read_error: ReadFailed | None = None  # why this rank cannot read the data of a coming step
     # The current step:
     requests: tuple[int, int, int, int] = (0, 0, 0, 0)  # of this rank, see StopControl
     batch: Batch | None = None

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from fms_fsdp.checkpoint.manager import CheckpointManager
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
+from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import ReadFailed, RunFailed, UserError, checking_input, raise_first
@@ -87,7 +88,12 @@ class Observers:
 
     def evaluate(self, state: TrainState) -> None:
         """Evaluates and samples what is due after a step; a stop that is requested ends both."""
-        self.evaluator.run_if_due(state)
+        try:
+            self.evaluator.run_if_due(state)
+        except ReadFailed as error:  # on every rank
+            state.read_error = error
+            self.stop.end_for_reads(state)
+            return
         if self.sampler is not None:
             self.sampler.run_if_due(state)
 
@@ -97,8 +103,8 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
 
     Raises:
         UserError: the data cannot be used; the last checkpoint is kept.
-        RunFailed: gradients stay non-finite, the last checkpoint or the records cannot be written, or the
-            storage of the data fails; then the last step is saved.
+        RunFailed: gradients stay non-finite, or the last checkpoint or the records cannot be written,
+            or the storage of the data fails; then the last step is saved.
     """
     timer.mark("start")
     observers.stop.check_start(state)
@@ -114,51 +120,49 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
         gc.collect()
         gc.freeze()
         gc.disable()
-    try:
-        while not state.is_done and not state.stop_reason:
-            observers.watchdog.alive()
-            save_s = observers.checkpoints.expected_s(state.step + 1)
-            observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
-            state.requests = observers.stop.requests(state)
-            timer.mark("hooks")
-            batch = read_batch(recipe, state)
-            timer.mark("data")
-            result = train_step(recipe, state, batch, timer)
-            assert batch is not None  # else no rank has made the step
-            state.batch = batch
-            state.count(*_size(batch, recipe.mesh))
+    while not state.is_done and not state.stop_reason:
+        observers.watchdog.alive()
+        save_s = observers.checkpoints.expected_s(state.step + 1)
+        observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
+        state.requests = observers.stop.requests(state)
+        timer.mark("hooks")
+        state.batch = batch = next_batch(recipe, state)
+        state.read_error = read_error_ahead(recipe, state)
+        timer.mark("data")
+        result = train_step(recipe, state, batch, timer)
+        state.count(*_size(batch, recipe.mesh))
 
-            observers.guard.check(state.step, result.grad_norm, result.num_labels)
-            timer.mark("hooks")
-            if observers.metrics.after_step(state, result):
-                observers.status.save_step()
-            timer.mark("logging")
-            observers.profiler.step()
-            # Before the evaluation, which a stop prevents, and the save, which it requires.
-            observers.stop.update(state, HostCopy(result.requests))
-            timer.mark("hooks")
-            if state.is_done:
-                # The save comes first: a kill during the evaluation of the last step loses no step.
-                state.evaluation_pending = observers.evaluator.is_due(state)
-            else:
-                observers.evaluate(state)
-            timer.mark("hooks")
-            if observers.checkpoints.is_due(state):
-                timer.mark("device")  # the copy waits for the steps, which is not time of the save
-            observers.checkpoints.save_if_due(state)
-            if state.is_done:
-                timer.mark("checkpoint")
-                observers.evaluate(state)
-                observers.checkpoints.add_evaluation(state)
-            if observers.exporter is not None:
-                observers.exporter.run_if_due(state)
+        observers.guard.check(state.step, result.grad_norm, result.num_labels)
+        timer.mark("hooks")
+        if observers.metrics.after_step(state, result):
+            observers.status.save_step()
+        timer.mark("logging")
+        observers.profiler.step()
+        # Before the evaluation, which a stop prevents, and the save, which it requires.
+        observers.stop.update(state, HostCopy(result.requests))
+        timer.mark("hooks")
+        if state.is_done:
+            # The save comes first: a kill during the evaluation of the last step loses no step.
+            state.evaluation_pending = observers.evaluator.is_due(state)
+        else:
+            observers.evaluate(state)
+        timer.mark("hooks")
+        if observers.checkpoints.is_due(state):
+            timer.mark("device")  # the copy waits for the steps, which is not time of the save
+        observers.checkpoints.save_if_due(state)
+        if state.is_done:
             timer.mark("checkpoint")
-            if recipe.gc_interval and state.step % recipe.gc_interval == 0:
-                gc.collect()
-    except ReadFailed as error:  # on every rank, and nothing of the next step has changed
-        raise save_and_explain(error, state, observers.checkpoints) from error
+            observers.evaluate(state)
+            observers.checkpoints.add_evaluation(state)
+        if observers.exporter is not None:
+            observers.exporter.run_if_due(state)
+        timer.mark("checkpoint")
+        if recipe.gc_interval and state.step % recipe.gc_interval == 0:
+            gc.collect()
     observers.guard.settle()
     observers.metrics.finish()
+    if observers.stop.reads_fail:
+        raise_read_error(recipe, state, observers.checkpoints)
     if state.is_done and not state.evaluation_pending:
         observers.checkpoints.finish(state)
         observers.guard.finish()
@@ -166,33 +170,35 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
             observers.exporter.finish()
 
 
-def read_batch(recipe: TrainStep, state: TrainState) -> Batch | None:
-    """Returns this rank's batch of the next step; None if the storage fails (`state.read_error`).
-
-    `train_step` raises the error on every rank: this rank alone could not save the last step.
-    """
-    try:
-        return next_batch(recipe, state)
-    except ReadFailed as error:
-        state.read_error = error
-        return None
-
-
-def save_and_explain(
-    error: ReadFailed, state: TrainState, checkpoints: CheckpointManager
-) -> RunFailed:
-    """Saves the last step and returns the end of the run (collective: the error is on every rank)."""
+def raise_read_error(recipe: TrainStep, state: TrainState, checkpoints: CheckpointManager) -> None:
+    """Saves the last step, and raises why a rank cannot read the data (collective: every rank)."""
     checkpoints.save_last_step(state)
-    if not checkpoints.newest:
-        return RunFailed(str(error))
-    return RunFailed(f"{error}: the run resumes from step {checkpoints.newest}")
+    try:
+        raise_first(recipe.mesh.gather(state.read_error))
+    except ReadFailed as error:
+        raise RunFailed(f"{error}: the run resumes from step {checkpoints.newest}") from error
+
+
+def read_error_ahead(recipe: TrainStep, state: TrainState) -> ReadFailed | None:
+    """Waits for this rank's batches of the steps after the next one; returns why one cannot be read.
+
+    So a step begins only if its batch is known to be there: a rank without one could not take part,
+    and the others would wait for it in a collective for ever. The ranks hear of the error by the
+    requests of the step, one step later on a GPU (`StopControl.update`), hence one step more there.
+    """
+    if not isinstance(state.stream, TokenStream):  # a user's own reads no step ahead
+        return None
+    num_steps = 2 if recipe.device.type == "cuda" else 1
+    num_left = state.num_steps - state.step - 1
+    return state.stream.read_error_ahead(min(num_steps, num_left))
 
 
 def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
     """Returns this rank's batch of the next step.
 
     Raises:
-        UserError: the data cannot be used, or does not fit the model. ReadFailed: the storage fails.
+        UserError: the data cannot be used, or does not fit the model.
+        ReadFailed: the storage fails, in the first step of a launch.
     """
     with checking_input(on_one_rank=True, data_step=state.step + 1), record_function("data"):
         batch = state.stream.next_batch()
@@ -207,21 +213,19 @@ def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
     return batch
 
 
-def train_step(
-    recipe: TrainStep, state: TrainState, batch: Batch | None, timer: PhaseTimer
-) -> StepResult:
+def train_step(recipe: TrainStep, state: TrainState, batch: Batch, timer: PhaseTimer) -> StepResult:
     """Does one optimizer step on this rank's part of the global batch (collective: every rank).
 
-    Raises:
-        ReadFailed: a rank has no batch (None); on every rank, before anything has changed.
+    One all-reduce sums the number of labels and the `state.requests` of all ranks.
     """
     mesh, model = recipe.mesh, state.model
-    num_labels, requests = _sum_over_ranks(recipe, state, batch)
-    assert batch is not None
     accum = len(batch.tokens_BS) // recipe.micro_batch_of(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    factor = mesh.size("loss") / num_labels.clamp(min=1) * scale
+    own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
+    own = torch.tensor([own_labels, *state.requests, int(state.read_error is not None)])
+    sums = mesh.sum(own.to(recipe.device, non_blocking=True), "world")
+    factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
     loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
     extra: list[list[torch.Tensor]] = []
@@ -238,7 +242,7 @@ def train_step(
         tokens = state.tokens_seen + _size(batch, mesh)[1]
         rate = partial(recipe.schedule, step, tokens)
         # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
-        has_labels_norm = grad_norm.where(num_labels > 0, torch.nan)
+        has_labels_norm = grad_norm.where(sums[0] > 0, torch.nan)
         state.optimizers.step(rate, has_labels_norm, clip)
         await_optimizer(model)
         state.optimizers.zero_grad()
@@ -247,30 +251,7 @@ def train_step(
     timer.mark("optimizer")
     made_with = None if state.loss_scale is None else state.loss_scale.last_scale
     extra_sums = tuple(torch.stack(each).sum() for each in zip(*extra, strict=True))
-    return StepResult(loss_sum, num_labels, grad_norm, requests, made_with, extra_sums)
-
-
-def _sum_over_ranks(
-    recipe: TrainStep, state: TrainState, batch: Batch | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the number of labels and the `state.requests`, summed over all ranks by one all-reduce.
-
-    Raises:
-        ReadFailed: a rank has no batch; on every rank.
-    """
-    mesh = recipe.mesh
-    own_labels = 0
-    if batch is not None:
-        own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
-    own = torch.tensor([own_labels, int(batch is None), *state.requests])
-    # On the host, by gloo: each rank must know that all have a batch before it enters the forward
-    # pass, where it would wait for ever for a rank without one. To read a sum on a GPU would wait for
-    # the steps in its queue; this waits for the hosts of the other ranks only, which prepare the same
-    # step while the GPUs compute the last one.
-    labels, num_without_batch, *requests = mesh.sum(own, "world").tolist()
-    if num_without_batch:
-        raise_first(mesh.gather(state.read_error))
-    return torch.tensor(labels).to(recipe.device, non_blocking=True), torch.tensor(requests)
+    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, extra_sums)
 
 
 def _forward_backward(

@@ -122,7 +122,10 @@ class Shard:
             yield
         except ShardError:
             raise
-        except _MISREAD as error:
+        except (
+            OSError,
+            *_MISREAD,
+        ) as error:  # pyarrow's OSError; `read` names those of the storage
             raise self.error("has corrupt metadata", f"{RESTORE}, or {CONVERT}") from error
 
     def _check_metadata(self, name: str, count: int) -> None:

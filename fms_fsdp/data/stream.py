@@ -9,6 +9,7 @@ communicate.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import Counter, deque
@@ -30,7 +31,7 @@ from fms_fsdp.data.sequences import Columns, Lru, Segments, SourceReader
 from fms_fsdp.data.shards import Shard, ShardError, TokenError
 from fms_fsdp.errors import MissingInput, ReadFailed, UserError
 
-STEPS_AHEAD = 2  # that are prepared before they are requested
+STEPS_AHEAD = 3  # that are prepared before they are requested
 SHARD_BYTES, WINDOW_BYTES = 16 << 20, 64 << 20  # of cached open shards and windows
 WEIGHTS_ONLY = (
     "to take only the weights into a new run, set --ckpt_load_path=CHECKPOINT "
@@ -58,7 +59,7 @@ class Stream(Protocol):
 
         Raises:
             UserError: the data of the step cannot be used.
-            ReadFailed: the storage does not answer; the launch then saves the last step.
+            ReadFailed: the storage does not answer.
         """
 
     def batch_at(self, step: int) -> Batch | None:
@@ -174,6 +175,18 @@ class TokenStream:
         self.step += 1
         self._fill()
         return batch
+
+    def read_error_ahead(self, num_steps: int) -> ReadFailed | None:
+        """Waits for the batches of the next steps; returns why the storage does not give one of them.
+
+        Other errors are raised by `next_batch`, once the step comes.
+        """
+        self._fill()
+        for future in itertools.islice(self._ahead, num_steps):
+            error = future.exception()
+            if isinstance(error, ReadFailed):
+                return error
+        return None
 
     def batch_at(self, step: int) -> Batch:
         """Returns this rank's sequences of any step, from 1, without consuming the step.

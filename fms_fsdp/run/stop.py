@@ -104,6 +104,7 @@ class StopControl:
     save_s, eval_s   time for saving and evaluating if the launch ends now
     is_requested     whether any rank was asked to stop: no evaluation begins, and one under way ends.
                      A limit that was reached (`--exit_interval`) is no request
+    reads_fail       whether the storage of any rank fails: the launch saves and ends as failed
     sum_over_ranks   sums numbers over all ranks
     """
 
@@ -122,6 +123,7 @@ class StopControl:
         self._step_began = self._slowest_step_s = self._file_checked = 0.0
         self._pending: HostCopy | None = None
         self.is_requested = False
+        self.reads_fail = False
         self._sum_over_ranks = sum_over_ranks
 
     def check_start(self, state: TrainState) -> None:
@@ -183,19 +185,27 @@ class StopControl:
         if known is not None:
             self._decide(state, known.read())
 
+    def end_for_reads(self, state: TrainState) -> None:
+        """Ends the launch because a rank cannot read the data; known on every rank."""
+        self.reads_fail = True
+        state.stop_reason = "the data cannot be read"
+
     def interrupts(self, state: TrainState) -> bool:
         """Returns whether an evaluation must end at its next batch (collective: every rank)."""
         if not self.is_requested:
             # The margin keeps the time of an evaluation that is due: this is that evaluation.
             requests = self._requests(state, self.margin_s() - self._eval_margin_s())
-            self._decide(state, self._sum_over_ranks(requests))
+            has_read_error = int(state.read_error is not None)
+            self._decide(state, self._sum_over_ranks([*requests, has_read_error]))
         return self.is_requested
 
     def _decide(self, state: TrainState, requests: Sequence[int]) -> None:
-        """Sets the reason to stop; `requests`: the sums over all ranks."""
-        by_signal, by_file, by_clock, by_records = requests
+        """Sets the reason to stop; `requests`: the sums over all ranks, errors of reads the last."""
+        by_signal, by_file, by_clock, by_records, by_reads = requests
         self.is_requested = any(requests)
-        if by_records:
+        if by_reads:
+            self.end_for_reads(state)
+        elif by_records:
             state.stop_reason = state.record_error or "rank 0 cannot write its records"
         elif by_signal:
             self.signals.came_to_peer = not self.signals.name

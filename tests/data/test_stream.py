@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from fms_fsdp.data import order as order_module
-from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.batch import Batch, fingerprint
 from fms_fsdp.data.order import SourceOrder, fit_logical_shards
 from fms_fsdp.data.stream import TokenStream
+from fms_fsdp.errors import ReadFailed, read_failed
 from fms_fsdp.run.startup_log import describe_sources
 from tests.cli import trained
 from tests.data import corpora
@@ -197,6 +198,26 @@ def test_source_without_sequence_counts_zero(files: Files) -> None:
     for resumed, state in ((s, only_web.state_dict()), (only_web, s.state_dict())):
         resumed.load_state_dict(state, 1)
         assert resumed.consumption(2)["tiny"] == nothing
+
+
+def test_read_error_is_known_before_its_step(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps before it have their batches."""
+    batch_at = TokenStream.batch_at
+
+    def failing(self: TokenStream, step: int) -> Batch:
+        if step == 3:
+            raise read_failed("a.arrow", "Stale file handle")
+        return batch_at(self, step)
+
+    monkeypatch.setattr(TokenStream, "batch_at", failing)
+    with files.stream(4, seq_length=32) as stream:
+        assert stream.read_error_ahead(2) is None
+        error = stream.read_error_ahead(3)
+        assert error is not None
+        assert str(error).startswith("a.arrow cannot be read: Stale file handle; ")
+        assert len(stream.next_batch().tokens_BS) == len(stream.next_batch().tokens_BS) == 4
+        with pytest.raises(ReadFailed):
+            stream.next_batch()
 
 
 def test_bestfit_splits_few_documents(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from fms_fsdp.config import TrainConfig
@@ -16,6 +15,7 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import World, _store_of_attempt
 from fms_fsdp.run.checks import machine_notes
 from tests.cli import TINY
+from tests.specs import machine
 from tests.warm import launch
 
 
@@ -73,7 +73,7 @@ def test_store_of_several_agents_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
-    get_notes = partial(machine_notes, TrainConfig(), torch.device("cpu"), ParallelDims("none"))
+    get_notes = partial(machine_notes, TrainConfig(), machine(), ParallelDims("none"))
     (note,) = get_notes()
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node" in note
     for name, value in (

@@ -35,7 +35,7 @@ def stepped(stop: StopControl, progress: TrainState) -> str:
     requests = stop.requests(progress)
     progress.count(2, 10)
     stop._step_began -= 1.0
-    stop.update(progress, HostCopy(torch.tensor(requests)))
+    stop.update(progress, HostCopy(torch.tensor([*requests, 0])))
     return progress.stop_reason
 
 
@@ -109,7 +109,7 @@ def test_the_stop_file_is_seen_by_rank_0_alone_and_ends_the_launch(tmp_path: Pat
 
 def test_request_of_another_rank_interrupts(tmp_path: Path) -> None:
     """An evaluation asks all ranks before each batch; the clock keeps no time for it any more."""
-    asked = [[0, 0, 0, 0], [1, 0, 0, 0]]
+    asked = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
     stop, progress = limits(tmp_path, exit_duration_in_mins=1000), beginning()
     stop._sum_over_ranks = lambda requests: asked.pop(0)
     assert not stop.interrupts(progress) and not progress.stop_reason
