@@ -120,10 +120,10 @@ method = sys.argv[1]
 original = getattr(io._Writer, method)
 
 
-def slow(self, *arguments):
+def slow(self, *arguments, **named):
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(2)
-    return original(self, *arguments)
+    time.sleep(1)
+    return original(self, *arguments, **named)
 
 
 setattr(io._Writer, method, slow)
