@@ -2,14 +2,15 @@
 # Trains a model on a bare machine: makes the environment, prepares the data, starts the training.
 #
 #   bash scripts/train.sh                   # the quickstart: a small Llama on text that every machine has
-#   bash scripts/train.sh --num_steps=3000  # any flag of main_training.py replaces the default below
+#   bash scripts/train.sh --num_steps=3000  # any flag of main_training.py replaces the preset's
 #   bash scripts/train.sh --model_variant=7b --data_path=/data/tokens --datasets=web,code --weights=4,1
 #   sbatch --nodes=2 scripts/train.slurm ...      # on SLURM; or srun bash scripts/train.sh, one task per node
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node1 bash scripts/train.sh ...     # on each node, without a scheduler
 #
 # Paths in flags are relative to the repository. With --config, --data_path or --use_dummy_dataset the script
-# prepares no text. The defaults below are the quickstart's: with --config, or with own data for another
-# model, the script passes none of them, so that the file or main_training.py decides.
+# prepares no text. Presets hold the values of the quickstart (quickstart and quickstart_text in
+# fms_fsdp/config/presets). With own data for another model the script uses none of them; with --config it
+# passes none of its flags either.
 # Exit status: 0 finished, 2 bad input, 75 stopped early (the same command continues the run), 1 failed.
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -18,25 +19,20 @@ cd "$ROOT"
 
 # ---- What to train: edit here, set variables of the environment, or pass flags ----
 DATA_DIR="${DATA_DIR:-data/quickstart}"               # token shards; prepare_data makes them if needed
-MODEL_ARGS=(
-    --model_variant="${MODEL_VARIANT:-quickstart}"    # a variant: quickstart, 194m, llama3.2_1b, 7b, ...
-    --seq_length="${SEQ_LENGTH:-128}"                 # tokens of context
-)
-DATA_ARGS=(
+FLAGS=(                                               # where one is empty, the preset decides
+    --model_variant="${MODEL_VARIANT:-}"              # a variant: quickstart, 194m, llama3.2_1b, 7b, ...
+    --seq_length="${SEQ_LENGTH:-}"                    # tokens of context
+    --batch_size="${BATCH_SIZE:-}"                    # sequences per device and accumulation step
+    --num_steps="${NUM_STEPS:-}"                      # optimizer steps in total
+    --learning_rate="${LEARNING_RATE:-}"              # peak, after the warm-up
+    --report_interval="${REPORT_INTERVAL:-}"          # steps between report lines
+    --checkpoint_interval="${CHECKPOINT_INTERVAL:-}"  # steps between checkpoints
+    # Only with the quickstart's text; the last two also with your own data that have what they need.
     --data_path="$DATA_DIR"                           # folder with one subfolder per source
-    --datasets="${DATASETS:-stdlib,packages,prose}"   # the sources
-    --weights="${WEIGHTS:-2,2,1}"                     # their shares of the tokens
-    --eval_interval="${EVAL_INTERVAL:-175}"           # steps between validations on held-out text
-)
-TRAIN_ARGS=(
-    --batch_size="${BATCH_SIZE:-16}"                  # sequences per device and accumulation step
-    --num_steps="${NUM_STEPS:-700}"                   # optimizer steps in total
-    --learning_rate="${LEARNING_RATE:-2e-3}"          # peak, after the warm-up
-    --report_interval="${REPORT_INTERVAL:-20}"        # steps between report lines
-    --checkpoint_interval="${CHECKPOINT_INTERVAL:-350}"  # steps between checkpoints
-)
-SAMPLE_ARGS=(                                         # if the data have a tokenizer of sentencepiece
-    --sample_interval="${SAMPLE_INTERVAL:-350}"       # steps between texts that the model writes
+    --datasets="${DATASETS:-}"                        # the sources
+    --weights="${WEIGHTS:-}"                          # their shares of the tokens
+    --eval_interval="${EVAL_INTERVAL:-}"              # steps between validations on held-out text
+    --sample_interval="${SAMPLE_INTERVAL:-}"          # steps between texts that the model writes
 )
 # ---- Where to train: the script detects it, or variables of the environment say it ----
 # NPROC_PER_NODE   processes on this machine (default: one per GPU of the job or machine; without GPUs one
@@ -54,33 +50,6 @@ SAMPLE_ARGS=(                                         # if the data have a token
 # PREPARE_ONLY=1   make environment and data, print the run directory and end: for a login node, if the other
 #                  nodes have no internet
 
-# Says whether the user passed the flag $1, as --name, -name or --name=..., with - or _.
-given() {
-    local flag
-    for flag in "${USER_ARGS[@]}"; do
-        flag="${flag%%=*}"
-        [[ "$flag" == -* ]] || continue
-        flag="${flag#-}" flag="${flag#-}"
-        [[ "${flag//-/_}" == "$1" ]] && return 0
-    done
-    return 1
-}
-
-# The value of a flag that the user gave, written with "=" or as the next argument.
-value_of() {
-    local number name
-    for ((number = 0; number < ${#USER_ARGS[@]}; number++)); do
-        name="${USER_ARGS[number]%%=*}"
-        [[ "${name//-/_}" == "__$1" || "${name//-/_}" == "_$1" ]] || continue
-        if [[ "${USER_ARGS[number]}" == *=* ]]; then
-            echo "${USER_ARGS[number]#*=}"
-        else
-            echo "${USER_ARGS[number + 1]:-}"
-        fi
-        return
-    done
-}
-
 # shellcheck disable=SC2329 # called through under_lock
 prepare_data() {
     local prose="data/quickstart_text/prose.jsonl" inputs skip
@@ -95,37 +64,6 @@ prepare_data() {
     "$PYTHON" -m fms_fsdp prepare --input="$inputs" --output="$DATA_DIR" --include='*.py,*.jsonl' \
         --exclude="$skip" --train_tokenizer --vocab_size=1024 --tokenizer_sample_mb=16 --shard_tokens=1M \
         --split=98,2 --dedup
-}
-
-# Prints the run directory that the flags name, or else RUN_NAME. A mistyped flag ends the script here, before
-# any work.
-find_run_folder() {
-    "$PYTHON" - "$@" <<'PYTHON_CODE'
-import os
-import sys
-
-from fms_fsdp.config import TrainConfig
-from fms_fsdp.errors import UserError
-from fms_fsdp.config.parse import parse_flags
-
-name, by = os.environ.get("RUN_NAME"), "--run_name"
-try:
-    config = parse_flags(TrainConfig, sys.argv[1:])
-    if name and not (config.log.run_name or config.log.output_dir):
-        by = "RUN_NAME"
-        config = parse_flags(TrainConfig, [*sys.argv[1:], f"--run_name={name}"])
-    print(config.output_dir)
-except UserError as error:
-    print(f"error: {str(error).replace('--run_name', by)}", file=sys.stderr)
-    sys.exit(2)
-PYTHON_CODE
-}
-
-# Prints why torch.compile would fail on this machine's CPU or GPU; nothing if it has what it needs.
-missing_for_compilation() {
-    "$PYTHON" -c '
-from fms_fsdp.compiler import missing_for_compilation
-print(missing_for_compilation("cpu") or missing_for_compilation("cuda"))'
 }
 
 count_gpus() {
@@ -371,41 +309,6 @@ yours   python -m fms_fsdp prepare --input=docs --output=data/docs --split=98,2 
 TEXT
 }
 
-has_shape_of_its_own() { given init_from_hf || given hf_config; }
-
-# Says whether the model is another one than the quickstart's.
-is_other_model() {
-    local model="${MODEL_VARIANT:-quickstart}"
-    if has_shape_of_its_own; then return 0; fi
-    if given model_variant; then model="$(value_of model_variant)"; fi
-    [[ "$model" != quickstart ]]
-}
-
-# Removes from args the defaults that the user's flags replace, contradict or make meaningless. Those that a
-# variable of the environment sets are no defaults.
-drop_defaults() {
-    local kept=() argument name variable is_foreign=""
-    if [[ -n "$own_data" ]] && is_other_model; then is_foreign=yes; fi
-    for argument in "${args[@]}"; do
-        name="${argument%%=*}" variable="${argument%%=*}"
-        variable="${variable#--}"
-        variable="${variable^^}"
-        if given "${name#--}"; then continue; fi
-        if [[ -n "$is_foreign" && -z "${!variable:-}" ]]; then continue; fi
-        case "$name" in
-            --model_variant)
-                if [[ -z "${MODEL_VARIANT:-}" ]] && has_shape_of_its_own; then continue; fi ;;
-            --num_steps) if given num_tokens || given num_samples; then continue; fi ;;
-            --batch_size) if given global_batch_size; then continue; fi ;;
-            --weights) if given datasets; then continue; fi ;;
-            --sample_prompts) if given sample_interval; then continue; fi ;;
-            --checkpoint_interval) if given checkpoint_schedule; then continue; fi ;;
-        esac
-        kept+=("$argument")
-    done
-    args=("${kept[@]}")
-}
-
 main() {
     USER_ARGS=("$@") PARTS="" PART_BEGAN=0 SECONDS=0
     check_environment
@@ -420,34 +323,15 @@ main() {
             ;;
         esac
     done
-    local args=("${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data="" missing
-    if given config; then
-        args=() own_data=yes
-    elif given data_path || given use_dummy_dataset || given dataset_builder; then
-        args=("${MODEL_ARGS[@]}" "${TRAIN_ARGS[@]}") own_data=yes
-        if given data_path && [[ -d "$(value_of data_path)/validation" ]]; then
-            args+=(--eval_interval="${EVAL_INTERVAL:-175}")
-        fi
-        if given data_path && [[ -f "$(value_of data_path)/tokenizer.model" ]]; then
-            args+=("${SAMPLE_ARGS[@]}")
-        fi
-    fi
-    if [[ -z "$own_data" ]]; then
-        if [[ ! -f "$DATA_DIR/meta/counts.csv" || -f "$DATA_DIR/tokenizer.model" ]]; then
-            args+=("${SAMPLE_ARGS[@]}" --sample_prompts="def main(")
-        fi
-        missing="$(missing_for_compilation)"
-        if [[ -z "$missing" ]]; then
-            args+=(--use_torch_compile=True)
-        elif ! given use_torch_compile; then
-            say "note: blocks are not compiled: $missing"
-        fi
-    fi
-    drop_defaults
-    args+=("$@")
-    RUN_DIR="$(find_run_folder "${args[@]}")" || exit 2
-    [[ -z "${RUN_NAME:-}" ]] || given output_dir || args+=(--output_dir="$RUN_DIR")
-    if [[ -z "$own_data" && ! -f "$DATA_DIR/meta/counts.csv" ]]; then
+    local found args
+    found="$(mktemp)"
+    "$PYTHON" -m scripts.quickstart "${FLAGS[@]}" -- "$@" >"$found" || { rm -f "$found"; exit 2; }
+    mapfile -d '' -t args <"$found"
+    rm -f "$found"
+    RUN_DIR="${args[0]}"
+    local reads_text="${args[1]}"
+    args=("${args[@]:2}")
+    if [[ -n "$reads_text" && ! -f "$DATA_DIR/meta/counts.csv" ]]; then
         under_lock prepare_data >&2
     fi
     part_done "text"

@@ -26,7 +26,7 @@ from fms_fsdp.config import (
     plan_batch,
     train_config,
 )
-from fms_fsdp.config.flag import flag_table, flag_values, help_texts
+from fms_fsdp.config.flag import flag_table, flag_values, help_texts, non_defaults
 from fms_fsdp.config.formats import parse_block_fraction
 from fms_fsdp.config.parse import (
     FIRST_FLAGS,
@@ -134,12 +134,43 @@ def test_wrong_config_file_is_rejected(tmp_path: Path, text: str, message: str) 
     assert message in str(caught.value)
 
 
+@cases("""
+    earlier | later | absent
+    num_steps=7 | num_tokens=1M | num_steps
+    num_tokens=9 | num_epochs="2" | num_tokens
+    model_variant="tiny" | hf_config=hf | model_variant
+    hf_config="hf" | model_variant=tiny | hf_config
+    warmup_steps=7 | warmup=0.1 | warmup_steps
+    min_lr_ratio=0.5 | min_lr=0 | min_lr_ratio
+    datasets=["a","b"];weights=[1,2] | datasets=a,c | weights
+""")
+def test_later_layer_removes_alternatives(
+    tmp_path: Path, earlier: str, later: str, absent: str
+) -> None:
+    (tmp_path / "a.toml").write_text(earlier.replace(";", "\n"))
+    config = parse(f"--config={tmp_path / 'a.toml'}", f"--{later}".replace('"', ""))
+    changed = non_defaults(config)
+    assert later.partition("=")[0] in changed and absent not in changed
+
+
+@cases("""
+    text | flag | kept
+    num_steps = 7 | --num_tokens=none | num_steps
+    datasets = ["a", "b"];weights = [1, 2] | --datasets=a,b | weights
+    batch_size = 4 | --global_batch_size=8 | batch_size
+""")
+def test_later_layer_keeps_other_flags(tmp_path: Path, text: str, flag: str, kept: str) -> None:
+    (tmp_path / "a.toml").write_text(text.replace(";", "\n"))
+    assert kept in non_defaults(parse(f"--config={tmp_path / 'a.toml'}", flag))
+
+
 SHAPES = sorted(path.stem for path in PRESETS.glob("gpt3_*.toml"))
 USES = ["bench", "continue", "pretrain_7b", "profile"]
+QUICKSTART = ["quickstart", "quickstart_text"]  # tests/scripts/test_scripts.py
 
 
 def test_every_preset_is_tested() -> None:
-    assert {path.stem for path in PRESETS.glob("*.toml")} == {*SHAPES, *USES}
+    assert {path.stem for path in PRESETS.glob("*.toml")} == {*SHAPES, *USES, *QUICKSTART}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

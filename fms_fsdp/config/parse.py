@@ -1,6 +1,7 @@
 """Builds a config from the command line and from TOML or JSON files; formats help and logs.
 
-defaults < --config=a.toml,b.json (the later file wins) < flags; `-` and `_` are equal in names.
+defaults < --config=a.toml,b.json (the later file wins) < flags; `-` and `_` are equal in names. A
+later layer also removes flags of earlier ones that cannot be used with its own (`replaced_by`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ FIRST_FLAGS = (
 # flags that are not part of a config: no file and no run name contains them
 _FILES = {name: Flag("", name=name, type=str, form="path") for name in ("config", "config_dir")}
 _DRY_RUN = Flag(False, name="dry_run", type=bool)
+# flags of a line say the same thing in different ways: a later layer with one of them removes the others
+_ALTERNATIVES = (
+    ("num_steps", "num_tokens", "num_samples", "num_epochs"),
+    ("model_variant", "hf_config", "init_from_hf"),
+    ("warmup", "warmup_steps"),
+    ("min_lr", "min_lr_ratio"),
+)
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,12 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
         layers.append((str(path), _read_file(path, table, command)))
     values, origins, overridden = dict[str, Any](), dict[str, str](), list[str]()
     for origin, layer in [*layers, ("flag", texts)]:
+        by = "the flag" if origin == "flag" else origin
+        for name, reason in replaced_by(layer, values).items():
+            overridden.append(f"{name}: {reason} of {by} replaces {origins.pop(name)}")
+            del values[name]
         for name, value in layer.items():
             if name in values:
-                by = "the flag" if origin == "flag" else origin
                 overridden.append(f"{name}: {by} replaces {origins[name]}")
             values[name], origins[name] = value, origin
     for name, value in values.items():
@@ -121,6 +132,47 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
             raise UserError(text)
         notes.append(text.partition(";")[0])
     return Parsed(config, origins, tuple(overridden), tuple(notes), given.get("dry_run", False))
+
+
+def replaced_by(layer: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the flags of earlier layers that a later layer removes, each with the flag that replaces it.
+
+    Both map names to values, as texts or as a file has them.
+    """
+    replaced = dict[str, str]()
+    for name, value in layer.items():
+        if not _is_set(value):  # a flag that is cleared replaces nothing
+            continue
+        for group in _ALTERNATIVES:
+            if name in group:
+                replaced |= dict.fromkeys(group, name)
+    # Weights belong to the sources for which they were written.
+    is_new = _items(layer.get("datasets", "")) != _items(earlier.get("datasets", ""))
+    if "datasets" in layer and is_new:
+        replaced["weights"] = "datasets"
+    return {
+        name: by
+        for name, by in replaced.items()
+        if name not in layer and _is_set(earlier.get(name))
+    }
+
+
+def _is_set(value: Any) -> bool:
+    return _items(value) not in ("", "none", "null")
+
+
+def _items(value: Any) -> str:
+    """Returns a value, or the items of a list, as the command line takes them."""
+    return typed(tuple(value) if isinstance(value, list) else value).lower()
+
+
+def flag_texts(config_type: type[Any], argv: Sequence[str]) -> dict[str, str]:
+    """Returns name -> text of the flags in `argv`, with names in one spelling.
+
+    Raises:
+        UserError: a flag has no value, an invalid one, or two.
+    """
+    return _split(argv, {**flag_table(config_type), **_FILES, "dry_run": _DRY_RUN})
 
 
 def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:

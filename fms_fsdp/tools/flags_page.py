@@ -71,12 +71,14 @@ python main_training.py --config=bench --model_variant=tiny --seq_length=128 --n
 ```
 
 Write flags in any order, as `--seq_length=2048` or `--seq-length 2048`. `--config=a.toml,b.toml` reads config
-files: a later file replaces the values of an earlier one, and flags replace the values of files. A file has
-flags by name, at its top or in tables named like the sections below. It can also be JSON:
+files: a later file replaces the values of an earlier one, and flags replace the values of files. They also
+remove another flag for the same thing: `--num_tokens` removes `num_steps` of a file, `--hf_config` removes
+`model_variant`, `--warmup` removes `warmup_steps`, `--min_lr` removes `min_lr_ratio`, and new `--datasets` remove
+`weights`. A file has flags by name, at its top or in tables named like the sections below. It can also be JSON:
 `--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` is the folder of files that are given by
 name only. Presets need no folder: `bench`, `profile`, `continue` (train existing weights on other data),
-`pretrain_7b` and the shapes of GPT-3. Keep one file for the model and one for the site:
-`--config=model.toml,site.toml`.
+`quickstart` (the model and sizes of `scripts/train.sh`), `quickstart_text` (its data), `pretrain_7b` and the
+shapes of GPT-3. Keep one file for the model and one for the site: `--config=model.toml,site.toml`.
 
 Write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`,
 `yes`/`no` or `1`/`0` in upper or lower case, and a list as `a,b`. `none` clears an optional value. `~` at the

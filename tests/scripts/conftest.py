@@ -16,14 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = """
 import json, os, signal, sys, time
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.run.status import RunStatus
 from pathlib import Path
-folder = Path(parse_flags(TrainConfig, sys.argv[1:]).output_dir)
+config = parse_flags(TrainConfig, sys.argv[1:])
+folder = Path(config.output_dir)
 folder.mkdir(parents=True, exist_ok=True)
 launch = RunStatus()
 launch.open(folder, 0)
-Path("called.json").write_text(json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
+called = {"argv": sys.argv[1:], "env": dict(os.environ), "changed": non_defaults(config)}
+Path("called.json").write_text(json.dumps(called))
 def end(status, code):
     launch.current_step = lambda: 3
     launch.end(status, os.environ.get("REASON", "as told"))
