@@ -1,7 +1,7 @@
 """All commands: `fms-fsdp COMMAND --flag=value …`, or `python -m fms_fsdp COMMAND …`; each has a `--help`.
 
 Exit statuses: 0 done, 1 a bug (a traceback) or keys that `translate` leaves out, 2 bad input (one line on stderr), 130 stopped by Ctrl-C;
-`train` has the exit statuses of main_training.py.
+`train` starts the training (fms_fsdp/launch.py) and has the exit statuses of main_training.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import difflib
 import gc
 import importlib
 import io
-import runpy
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ CALLED = PROGRAM or "python -m fms_fsdp"
 COMMANDS = {
     "train": (
         "",
-        "train a model, as main_training.py does; several processes: torchrun -m main_training",
+        "train a model, as main_training.py does, with one process per GPU",
     ),
     "prepare": ("prepare.command:main", "text, source code, JSON lines, Parquet → token shards"),
     "convert": (
@@ -101,9 +100,16 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         return 2
     if command not in COMMANDS:
         return _print_commands(argv, num_words, in_group or list(COMMANDS))
-    if command == "train":  # it ends the process
-        sys.argv[1:] = argv[1:]
-        runpy.run_module("main_training", run_name="__main__")
+    if command == "train":
+        from fms_fsdp import launch
+        from fms_fsdp.run.listings import print_listing
+
+        print_listing(argv[1:])
+        try:
+            return launch.main(argv[1:])
+        except KeyboardInterrupt:  # before the training has started
+            print("train: stopped; run the command again", file=sys.stderr)
+            return 130
     from fms_fsdp.config.parse import parse_flags
 
     before_torch()

@@ -19,6 +19,7 @@ LAYERS = [
     ["compiler", "errors", "console", "cpu_tuning"],
     ["files"],
     ["config"],
+    ["launch"],
     ["distributed"],
     ["data"],
     ["models"],
