@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.batch import last_step, plan_batch
 from fms_fsdp.data.stream import TokenStream
@@ -66,6 +67,8 @@ def resolve(cfg: TrainConfig, machine: Machine, vocab_size: int | None = None) -
     default = "bf16" if machine.has_bf16 else "fp32"
     precision = cfg.precision.resolve(cfg.precision.named or default)
     example_state(cfg.optim, precision)  # rejects options that the optimizer does not have
+    parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
+    KeepPolicy.from_config(cfg.checkpoint)
     check_float8(model, precision, dims.tp, machine.capability, machine.device_name)
     if cfg.checkpoint.export_interval:
         from fms_fsdp.hf.config import find_family

@@ -41,6 +41,7 @@ def checkpoint_of(run: RunConfig, step: int) -> ResumePoint:
 flags | error
 --precision=float8 --ffn_hidden_size=100 | --precision (float8) needs sizes that are multiples of 16, and ffn_hidden_size is 100
 --num_steps=10 --warmup=100 | --warmup
+--checkpoint_schedule=5@ | --checkpoint_schedule=5@ must be INTERVAL@LAST_STEP
 --export_interval=1000 --pos_emb=alibi | export
 --keep_last_n=1 --keep_best=2 --checkpoint_schedule=5@7 --eval_interval=1000 | --keep_best=2 requires eval/loss
 """)

@@ -113,8 +113,12 @@ def open_run_data(folder: str, data_path: str = "") -> Iterator[RunData]:
     flags = replace(cfg.checkpoint, resume="auto", ckpt_save_path=root)
     resume = choose_checkpoint(replace(cfg, checkpoint=flags))
     corpus = open_corpus(section)
+    # One rank reads the global batch.
+    global_batch = replace(
+        run.batch, batch_size=run.batch.batch_size * run.batch.dp_size, dp_size=1
+    )
     opened, changes = open_stream(
-        replace(cfg, data=section), run.batch, run.model.vocab_size, corpus, resume
+        replace(cfg, data=section), global_batch, run.model.vocab_size, corpus, resume
     )
     with closing(cast(TokenStream, opened)) as stream:
         if resume.is_resume and not resume.fresh_data:

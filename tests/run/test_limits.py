@@ -13,6 +13,7 @@ import torch
 
 from fms_fsdp.config import TrainingConfig
 from fms_fsdp.distributed.runtime import HostCopy
+from fms_fsdp.run.status import RunStatus
 from fms_fsdp.run.stop import StopControl, StopSignals
 from fms_fsdp.state import TrainState
 from tests.states import bare_state
@@ -129,3 +130,14 @@ def test_the_second_interrupt_ends_the_launch_at_once_and_the_first_does_not() -
         heard._count(signal.SIGINT, None)
     is_committing[0] = True  # then the launch ends soon, with the checkpoint
     heard._count(signal.SIGINT, None)
+
+
+def test_signal_spares_a_launch_that_ends(tmp_path: Path) -> None:
+    """Its own failure is in status.json: it was taken for a peer's, and the process ended unheard."""
+    heard = StopSignals.__new__(StopSignals)
+    heard.name = ""
+    heard._status = RunStatus()
+    heard._status.open(tmp_path, 0)
+    heard._status.fail("out of disk space")
+    heard._ask("SIGINT")
+    assert heard._status.peer_failed() and heard._status.outcome == "failed"
