@@ -123,7 +123,7 @@ def test_other_ranks_wait_until_rank_0_has_printed(
     with RunStatus():
         raise UserError("--x (1) must be 2")
     other.join()
-    assert time.monotonic() - began < 1.2
+    assert time.monotonic() - began < 4  # a busy machine
     assert capsys.readouterr().err == "error: --x (1) must be 2\n"
 
 
