@@ -23,10 +23,8 @@ _ABOUT_PATHS |= {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 # A storage that does not answer. Its files may be valid, and a second read may succeed: this is
 # neither bad input nor a missing file.
 _STORAGE_FAILURES = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO}
-_STORAGE_FAILURES |= {
-    errno.ENOTCONN,
-    errno.EHOSTDOWN,
-}  # the process behind a FUSE mount, the server
+# The process behind a FUSE mount has ended; the server is off.
+_STORAGE_FAILURES |= {errno.ENOTCONN, errno.EHOSTDOWN}
 
 
 def check_installed() -> None:
