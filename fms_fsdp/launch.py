@@ -68,17 +68,21 @@ def main(argv: Sequence[str]) -> int:
         runpy.run_module("main_training", run_name="__main__")  # ends the process
     try:
         run_dir = Path(parse_flags(TrainConfig, argv).output_dir)
-        num_gpus = count_gpus(os.environ)
-        nodes = read_nodes(os.environ, num_gpus)
+        nodes = read_nodes(os.environ, count_gpus(os.environ))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    return train(nodes, argv, run_dir)
+
+
+def train(nodes: Nodes, flags: Sequence[str], run_dir: Path) -> int:
+    """Trains with valid flags; returns the exit status of main_training.py."""
     if nodes.num_ranks > 1 and not os.environ.get("NPROC_PER_NODE"):
         say(f"{nodes.num_ranks} ranks; NPROC_PER_NODE=1 for one")
-    command = build_command(nodes, os.environ, argv)
+    command = build_command(nodes, os.environ, flags)
     with tempfile.TemporaryDirectory() as folder:
         outcome_file = Path(folder, "outcome.json")
-        child = Child(command, child_variables(os.environ, num_gpus), run_dir, outcome_file)
+        child = Child(command, child_variables(os.environ), run_dir, outcome_file)
         returncode = child.run()
         status = exit_status(returncode, child.outcome().get("status", ""))
         reason = child.reason()
@@ -228,14 +232,13 @@ def build_command(nodes: Nodes, variables: Mapping[str, str], flags: Sequence[st
     return [*command, *training]
 
 
-def child_variables(variables: Mapping[str, str], num_gpus: int) -> dict[str, str]:
+def child_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of the command."""
     defaults = {
+        "NCCL_DEBUG": "WARN",
         # torchrun waits 10 minutes for a save after a signal (its default is 30 s).
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
     }
-    if num_gpus:
-        defaults["NCCL_DEBUG"] = "WARN"
     fixed = {
         "PYTHONUNBUFFERED": "1",
         # Rank 0 of each attempt opens a store of its own. The store of torchrun's agent keeps the

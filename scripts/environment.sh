@@ -20,73 +20,31 @@ VENV=.venv TORCH_VERSION=""
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 give_up() { say "error: $*"; exit 1; }
 
-# Sets the variable named $1 to the whole number that it holds, or to $2 if it is empty. Ends the script if it
-# holds anything but a number from $3 to $4. It checks before any arithmetic, because that would run commands
-# in the text.
-check_number() {
-    local text="${!1:-$2}"
-    [[ -n "$text" ]] || return 0
-    if [[ ! "$text" =~ ^[0-9]{1,9}$ ]] || ((10#$text < $3 || 10#$text > $4)); then
-        say "error: $1 ($(printf '%.100q' "$text")) must be a whole number from $3 to $4; unset or correct it"
-        exit 2
-    fi
-    printf -v "$1" '%d' "$((10#$text))"
+# Returns whether the Python $1 has the packages of pyproject.toml, and those of the extras.
+has_packages() {
+    command -v "$1" >/dev/null && "$1" "$ROOT/scripts/has_packages.py" "${@:2}" 2>/dev/null
 }
 
-# Sets LEAST_NODES and MOST_NODES from NNODES, a number or MIN:MAX, and ELASTIC to yes for MIN:MAX. Ends the
-# script if NNODES is neither.
-read_nodes() {
-    ELASTIC=""
-    if [[ "${NNODES:-}" != *:* ]]; then
-        check_number NNODES "" 1 999999
-        LEAST_NODES="${NNODES:-1}" MOST_NODES="${NNODES:-1}"
+use_environment() {
+    local candidate candidates=(python3 "$ROOT/$VENV/bin/python")
+    if [[ -n "$TORCH_VERSION" ]]; then
+        VENV=".venv-torch-$TORCH_VERSION"
+        candidates=("$ROOT/$VENV/bin/python")
+    elif [[ -n "${PYTHON:-}" ]]; then
+        has_packages "$PYTHON" "$@" ||
+            give_up "PYTHON ($PYTHON) lacks packages of pyproject.toml; install them or unset it"
         return
     fi
-    LEAST_NODES="${NNODES%%:*}" MOST_NODES="${NNODES##*:}"
-    if [[ "$NNODES" =~ ^[0-9]{1,6}:[0-9]{1,6}$ ]] &&
-        ((1 <= 10#$LEAST_NODES && 10#$LEAST_NODES <= 10#$MOST_NODES)); then
-        # shellcheck disable=SC2034 # the scripts that source this file use it
-        ELASTIC=yes LEAST_NODES="$((10#$LEAST_NODES))" MOST_NODES="$((10#$MOST_NODES))"
-    else
-        say "error: NNODES ($(printf '%.100q' "$NNODES")) must be MIN:MAX with 1 <= MIN <= MAX," \
-            "such as 2:4; correct it"
-        exit 2
-    fi
-}
-
-# Says whether the given Python has the packages of pyproject.toml and of the extras; silent, less than a
-# second.
-satisfies() {
-    local python="$1"
-    shift
-    command -v "$python" >/dev/null && "$python" -c '
-import importlib.metadata as metadata, sys
-if sys.version_info < (3, 11):
-    sys.exit(1)
-import tomllib
-try:
-    from packaging.requirements import Requirement
-except ImportError:
-    from pip._vendor.packaging.requirements import Requirement
-with open(sys.argv[1], "rb") as file:
-    project = tomllib.load(file)["project"]
-extras = project["optional-dependencies"]
-for line in sum((extras[name] for name in sys.argv[2:]), project["dependencies"]):
-    needed = Requirement(line)
-    if not needed.specifier.contains(metadata.version(needed.name), prereleases=True):
-        sys.exit(1)
-' "$ROOT/pyproject.toml" "$@" 2>/dev/null
-}
-
-# Of several nodes (srun, or NODE_RANK without SLURM) only the first one prints the results.
-is_first_node() { [[ "${SLURM_PROCID:-${NODE_RANK:-0}}" == 0 ]]; }
-
-# Runs a command that makes something which nodes, jobs and terminals share. Only one runs at a time; the
-# others wait and then find it made.
-under_lock() {
-    (
+    for candidate in "${candidates[@]}"; do
+        if has_packages "$candidate" "$@"; then
+            PYTHON="$candidate"
+            return
+        fi
+    done
+    PYTHON="$ROOT/$VENV/bin/python"
+    ( # nodes, jobs and terminals share the environment: the others wait, and then find it made
         flock -w 1800 9 || say "$ROOT/.setup.lock cannot be locked; the script continues without the lock"
-        "$@"
+        has_packages "$PYTHON" "$@" || make_environment "$@"
     ) 9>"$ROOT/.setup.lock"
 }
 
@@ -102,26 +60,6 @@ newest_python() {
     give_up "no python3 of version 3.11 or later on PATH; install one, or set PYTHON"
 }
 
-use_environment() {
-    local candidate candidates=(python3 "$ROOT/$VENV/bin/python")
-    if [[ -n "$TORCH_VERSION" ]]; then
-        VENV=".venv-torch-$TORCH_VERSION"
-        candidates=("$ROOT/$VENV/bin/python")
-    elif [[ -n "${PYTHON:-}" ]]; then
-        satisfies "$PYTHON" "$@" ||
-            give_up "PYTHON ($PYTHON) lacks packages of pyproject.toml; install them or unset it"
-        return
-    fi
-    for candidate in "${candidates[@]}"; do
-        if satisfies "$candidate" "$@"; then
-            PYTHON="$candidate"
-            return
-        fi
-    done
-    PYTHON="$ROOT/$VENV/bin/python"
-    under_lock make_environment "$@"
-}
-
 # Shows on a terminal, in one line, how long pip has been at work and what it does, by its output in the file
 # $1; ends with the script.
 watch_pip() {
@@ -133,38 +71,33 @@ watch_pip() {
 }
 
 make_environment() {
-    satisfies "$PYTHON" "$@" && return
+    local base extras constraints="$ROOT/constraints.txt" torch=() output watcher code=0
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
-        local base
         base="$(newest_python)"
         say "makes an environment in $VENV with $("$base" --version)"
         "$base" -m venv "$ROOT/$VENV" ||
             give_up "python venv failed; install python3-venv, or activate an environment of your own"
     fi
-    local extras constraints="$ROOT/constraints.txt" torch=()
-    extras="$(IFS=,; echo "$*")"
-    if [[ -n "$TORCH_VERSION" ]]; then  # with what that version of torch needs
-        constraints="$(mktemp)"
-        grep -vE '^(torch|setuptools)==' "$ROOT/constraints.txt" >"$constraints"
+    extras="$(IFS=,; echo "$*")" output="$(mktemp)"
+    if [[ -n "$TORCH_VERSION" ]]; then # with the setuptools that this version needs
+        constraints="$output.constraints"
+        sed -E '/^(torch|setuptools)==/d' "$ROOT/constraints.txt" >"$constraints"
         torch=("torch==$TORCH_VERSION.*")
     fi
     say "installing packages into $VENV${extras:+ ($extras)}; this happens once and takes a minute or more"
-    local output watcher code=0
-    output="$(mktemp)"
     watch_pip "$output" &
     watcher=$!
     # pip would compile every module of every package for as long as it installs them
     "$PYTHON" -m pip install --no-input --disable-pip-version-check --progress-bar=off --no-compile \
-        --constraint "$constraints" "${torch[@]}" --editable "$ROOT${extras:+[$extras]}" >"$output" 2>&1 ||
-        code=$?
+        --constraint "$constraints" "${torch[@]}" --editable "$ROOT${extras:+[$extras]}" \
+        >"$output" 2>&1 || code=$?
     kill "$watcher" 2>/dev/null || true
     wait "$watcher" 2>/dev/null || true
     [[ ! -t 2 ]] || printf '\r\e[K' >&2
     ((code == 0)) || tail -n 15 "$output" >&2
-    rm -f "$output"
-    [[ -z "$TORCH_VERSION" ]] || rm -f "$constraints"
+    rm -f "$output" "$output.constraints"
     ((code == 0)) || give_up "pip could not install the packages; see its message above"
-    satisfies "$PYTHON" "$@" ||
+    has_packages "$PYTHON" "$@" ||
         give_up "$VENV still lacks packages of pyproject.toml; remove the folder $VENV and try again"
     # here, once, Python compiles the modules that a training imports: not in every rank of the first one
     (cd "$ROOT" && "$PYTHON" -c "import main_training, torch._dynamo, torch.utils.tensorboard") ||

@@ -1,23 +1,28 @@
-"""Finds the flags of scripts/train.sh: presets of the quickstart, the script's, then the user's.
+"""The Python part of scripts/train.sh: finds the flags, prepares the text, trains, tells the results.
 
-Usage: python -m scripts.quickstart [flags of the script] -- [flags of the user]. Prints, each with a
-null character at its end, the run directory, "text" if the run reads the quickstart's text, and the
-flags. A mistyped flag ends it with exit status 2. Imports no torch.
+Usage: python -m scripts.quickstart [flags of the script] -- [flags of the user]. The flags of a run
+are the presets of the quickstart, then the script's, then the user's. A wrong flag ends it with exit
+status 2 before any work. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fms_fsdp import launch
 from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.parse import flag_texts, parse_flags, replaced_by
-from fms_fsdp.errors import UserError
+from fms_fsdp.config.parse import flag_texts, parse, parse_flags, replaced_by
+from fms_fsdp.errors import UserError, is_for_user
+from scripts.quickstart_text import prepare_text
+from scripts.results import Stopwatch, print_results
 
 MODEL = "quickstart"
+QUESTIONS = ("--help", "-h", "--version", "--list_variants", "--list-variants")
 OWN_DATA = ("data_path", "use_dummy_dataset", "dataset_builder")
 # Flags of the script that describe its own text.
 TEXT = ("data_path", "datasets", "weights", "eval_interval", "sample_interval")
@@ -26,7 +31,7 @@ TEXT = ("data_path", "datasets", "weights", "eval_interval", "sample_interval")
 def train_flags(script: Sequence[str], argv: Sequence[str]) -> list[str]:
     """Returns the flags of a run: the presets that apply, the script's flags, the user's.
 
-    script   flags of train.sh as --name=value; an empty value leaves the decision to the preset
+    script   flags of train.sh as --name=value
 
     Raises:
         UserError: one of the user's flags is not valid.
@@ -34,8 +39,7 @@ def train_flags(script: Sequence[str], argv: Sequence[str]) -> list[str]:
     given = flag_texts(TrainConfig, argv)
     if "config" in given:  # the user's file decides
         return [*argv]
-    pairs = [flag.removeprefix("--").partition("=") for flag in script]
-    set_by_script = {name: value for name, _, value in pairs if value}
+    set_by_script = flag_texts(TrainConfig, script)
     if reads_text(given):
         presets = ["quickstart", "quickstart_text"]
         values = set_by_script | defaults_of_text(Path(set_by_script["data_path"]), given)
@@ -97,39 +101,78 @@ def missing_here() -> str:
     return missing_for_compilation("cpu") or missing_for_compilation("cuda")
 
 
-def find_run(flags: Sequence[str], name: str) -> tuple[str, list[str]]:
-    """Returns the run directory and the flags; `name` names the run unless a flag or a file does.
+def find_run(flags: Sequence[str], name: str) -> tuple[list[str], Path]:
+    """Returns flags and run directory; `name` names the run unless a flag or a file does.
 
     Raises:
         UserError: a flag or the name is not valid.
     """
     config = parse_flags(TrainConfig, flags)
     if not name or config.log.output_dir:
-        return config.output_dir, [*flags]
+        return [*flags], Path(config.output_dir)
     if not config.log.run_name:
         try:
             config = parse_flags(TrainConfig, [*flags, f"--run_name={name}"])
         except UserError as error:
             raise UserError(str(error).replace("--run_name", "RUN_NAME")) from error
-    return config.output_dir, [*flags, f"--output_dir={config.output_dir}"]
+    return [*flags, f"--output_dir={config.output_dir}"], Path(config.output_dir)
+
+
+def train(script: Sequence[str], argv: Sequence[str]) -> int:
+    """Trains with the flags of the script and of the user; returns the exit status of the launch.
+
+    Raises:
+        UserError: a flag or a variable is not valid, or the text could not be prepared.
+    """
+    stopwatch = Stopwatch()
+    stopwatch.end_part("environment")
+    flags, folder = find_run(train_flags(script, argv), os.environ.get("RUN_NAME", ""))
+    given = flag_texts(TrainConfig, argv)
+    data_dir = flag_texts(TrainConfig, script)["data_path"]
+    # A login node has neither the GPUs nor the nodes of the training.
+    only_prepares = bool(os.environ.get("PREPARE_ONLY"))
+    nodes = launch.Nodes(num_ranks=1)
+    if not only_prepares:
+        nodes = launch.read_nodes(os.environ, launch.count_gpus(os.environ))
+
+    if reads_text(given):
+        if "use_torch_compile" not in given and missing_here():
+            launch.say(f"note: blocks are not compiled: {missing_here()}")
+        prepare_text(Path(data_dir))
+    stopwatch.end_part("text")
+    if only_prepares:
+        print(folder)
+        return launch.FINISHED
+
+    status = launch.train(nodes, flags, folder)
+    stopwatch.end_part("training")
+    is_dry_run = parse(TrainConfig, flags).dry_run
+    if status == launch.FINISHED and nodes.is_host and not is_dry_run:
+        # The training has ended: signals end this process again.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        print_results(folder, data_dir, given, stopwatch)
+    return status
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the run directory, whether the text is read, and the flags."""
+    """Trains, or answers --help and the like; returns the exit status."""
     end = argv.index("--")
-    script, argv = argv[:end], argv[end + 1 :]
+    script = [flag for flag in argv[:end] if not flag.endswith("=")]
+    argv = argv[end + 1 :]
+    for word in argv:
+        if word.partition("=")[0] in QUESTIONS:
+            os.execv(sys.executable, [sys.executable, "main_training.py", word])
     try:
-        flags = train_flags(script, argv)
-        folder, flags = find_run(flags, os.environ.get("RUN_NAME", ""))
-        given = flag_texts(TrainConfig, argv)
-    except UserError as error:
+        return train(script, argv)
+    except (UserError, OSError) as error:
+        if not is_for_user(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    if reads_text(given) and "use_torch_compile" not in given and missing_here():
-        print(f"train.sh: note: blocks are not compiled: {missing_here()}", file=sys.stderr)
-    for text in (folder, "text" if reads_text(given) else "", *flags):
-        print(text, end="\0")
-    return 0
+        return launch.BAD_INPUT
+    except KeyboardInterrupt:  # before the training has started
+        launch.say("stopped; run the command again")
+        return 130
 
 
 if __name__ == "__main__":

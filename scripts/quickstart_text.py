@@ -1,11 +1,10 @@
-"""Finds text that every machine with Python has; prints it as the `--input` of `python -m fms_fsdp prepare`.
+"""Finds text that every machine with Python has, and tokenizes it for the quickstart.
 
     stdlib     the sources of the standard library, read in place
     packages   sources of installed packages, read in place
-    prose      their docstrings and documentation files, collected into PROSE_FILE (JSON lines, at most 8 MB)
+    prose      their docstrings and documentation files, collected into a file of at most 8 MB
 
-Usage: python scripts/quickstart_text.py PROSE_FILE. Standard library only; the same installation gives the
-same text.
+The same installation gives the same text.
 """
 
 from __future__ import annotations
@@ -16,10 +15,15 @@ import inspect
 import json
 import os
 import re
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+from fms_fsdp.errors import UserError
+from fms_fsdp.launch import say
+from fms_fsdp.run.run_dir import lock_folder
 
 PACKAGES = (
     "torch/nn",
@@ -32,6 +36,25 @@ PACKAGES = (
     "tensorboard",
 )
 DOCUMENTED = ("torch", "sympy", "pandas", "networkx", "numpy")
+PREPARE = (
+    "--include=*.py,*.jsonl",
+    "--train_tokenizer",
+    "--vocab_size=1024",
+    "--tokenizer_sample_mb=16",
+    "--shard_tokens=1M",
+    "--split=98,2",
+    "--dedup",
+)
+NO_TEXT = (
+    *("site-packages/*", "dist-packages/*", "test/*", "tests/*", "*/test/*", "*/tests/*"),
+    *("idlelib/*", "lib2to3/*"),
+    # These files hold tables.
+    *("_vendor/*", "*/_vendor/*", "encodings/*", "html/entities.py", "locale.py", "*_pb2*.py"),
+    *("*_mappings.py", "_sysconfigdata*", "pydoc_data/*", "stringprep.py", "*_casefix.py"),
+    *("*_char_codes.py", "*opcode*.py", "_compat_pickle.py"),
+)
+PROSE = Path("data/quickstart_text/prose.jsonl")
+LOCK_PATIENCE_S = 1800.0
 PROSE_BYTES = 8_000_000
 MIN_BYTES = 400
 TRIPLE_QUOTED = re.compile(rb'"""(.*?)"""', re.DOTALL)
@@ -94,18 +117,38 @@ def collect(stdlib: Path, site: Path | None, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def main() -> None:
-    target = Path(sys.argv[1])
+def find_inputs(prose_file: Path) -> str:
+    """Writes the prose; returns the `--input` of `fms-fsdp prepare` with all sources."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     torch = package_folder("torch")
-    collect(stdlib, torch.parent if torch else None, target)
-    folders = [folder for name in PACKAGES if (folder := package_folder(name))]
-    print(
-        ",".join(
-            [f"stdlib={stdlib}", *(f"packages={folder}" for folder in folders), f"prose={target}"]
+    collect(stdlib, torch.parent if torch else None, prose_file)
+    inputs = [f"stdlib={stdlib}"]
+    for name in PACKAGES:
+        folder = package_folder(name)
+        if folder is not None:
+            inputs.append(f"packages={folder}")
+    inputs.append(f"prose={prose_file}")
+    return ",".join(inputs)
+
+
+def prepare_text(target: Path) -> None:
+    """Tokenizes the text into `target`; once for all processes and nodes that share the folder.
+
+    Raises:
+        UserError: `fms-fsdp prepare` failed, and has said why.
+    """
+    counts = target / "meta/counts.csv"
+    if counts.is_file():
+        return
+    PROSE.parent.mkdir(parents=True, exist_ok=True)
+    with lock_folder(PROSE.parent, LOCK_PATIENCE_S, "wait until it ends"):
+        if counts.is_file():  # made by another process in the meantime
+            return
+        say(
+            f"prepares text of this machine in {target}; this happens once and takes less than a minute"
         )
-    )
-
-
-if __name__ == "__main__":
-    main()
+        command = [sys.executable, "-m", "fms_fsdp", "prepare", *PREPARE]
+        command += [f"--input={find_inputs(PROSE)}", f"--output={target}"]
+        ended = subprocess.run([*command, f"--exclude={','.join(NO_TEXT)}"], stdout=sys.stderr)
+    if ended.returncode != 0:
+        raise UserError(f"{target} could not be prepared; see the message above")

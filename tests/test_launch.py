@@ -124,6 +124,9 @@ def test_one_process_needs_no_torchrun(variables: dict[str, str], num_gpus: int)
 @cases("""
     variables | error
     NPROC_PER_NODE=0 | NPROC_PER_NODE=0 must be a whole number from 1
+    NNODES=0 | NNODES=0 must be a whole number from 1
+    MAX_RESTARTS=x | MAX_RESTARTS=x must be a whole number from 0
+    SLURM_STEP_NUM_NODES=08x | SLURM_STEP_NUM_NODES=08x must be a whole number
     NNODES=x[$(touch_ran)] | must be a whole number
     NNODES=1.5 | NNODES=1.5 must be a whole number
     NNODES=4:2 | NNODES=4:2 must be MIN:MAX

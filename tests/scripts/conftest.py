@@ -29,13 +29,16 @@ called = {"argv": sys.argv[1:], "env": dict(os.environ), "changed": non_defaults
 Path("called.json").write_text(json.dumps(called))
 def end(status, code):
     launch.current_step = lambda: 3
-    launch.end(status, os.environ.get("REASON", "as told"))
+    reason = os.environ.get("REASON", "as told")
+    launch.end(status, reason)
+    print(f"{status}: {reason}", flush=True)
     launch.__exit__(None, None, None)
     sys.exit(code)
 plan = os.environ.get("PLAN", "finished:0")
 print("said on stdout"); print("said on stderr", file=sys.stderr)
 if plan == "wait":
-    signal.signal(signal.SIGTERM, lambda *_: end("resume_me", 75))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: end("resume_me", 75))
     Path("waiting").touch()
     time.sleep(60)
 if plan == "stop_file":

@@ -16,7 +16,6 @@ import torch
 import fms_fsdp
 from tests.cli import ROOT, TINY, last_of_each, metrics, status, trained
 from tests.scripts.conftest import environment
-from tests.scripts.test_scripts import fake_programs, train
 
 FLAGS = (
     *TINY,
@@ -29,45 +28,6 @@ FLAGS = (
     "--checkpoint_interval=5",
     "--trackers=none",
 )
-
-
-def torchrun(repo: Path, **settings: str) -> list[str]:
-    """The words with which train.sh starts torchrun."""
-    fake = fake_programs(repo)
-    ended = train(repo, PYTHON=str(fake / "python"), MASTER_ADDR="first", **settings)
-    assert ended.returncode == 0, ended.stderr
-    return (repo / "torchrun.txt").read_text().split("\n")
-
-
-def test_torchrun_gets_range_and_restarts(repo: Path) -> None:
-    words = torchrun(
-        repo, NNODES="02:4", NODE_RANK="0", LOCAL_ADDR="10.0.0.7", RDZV_CONF="last_call_timeout=9"
-    )
-    assert {"--nnodes=2:4", "--max_restarts=100", "--local-addr=10.0.0.7"} <= set(words)
-    assert "--rdzv_endpoint=first:12000" in words and "standalone" not in " ".join(words)
-    assert "--rdzv_conf=is_host=1,read_timeout=600,last_call_timeout=9" in words
-
-
-@pytest.mark.parametrize(
-    ("rank", "is_host"), [({}, 0), ({"NODE_RANK": "9"}, 0), ({"NODE_RANK": "0"}, 1)]
-)
-def test_node_rank_decides_the_host_only(repo: Path, rank: dict[str, str], is_host: int) -> None:
-    words = torchrun(repo, NNODES="1:3", MAX_RESTARTS="7", **rank)
-    assert (
-        f"--rdzv_conf=is_host={is_host},read_timeout=600" in words and "--max_restarts=7" in words
-    )
-
-
-@pytest.mark.parametrize("text", ["2:1", "0:2", "a:b", "1:2:3", ":2", "1:x[$(touch ran)]"])
-def test_wrong_range_of_nodes_is_rejected(repo: Path, text: str) -> None:
-    ended = train(repo, NNODES=text, NODE_RANK="0", MASTER_ADDR="first")
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert "must be MIN:MAX with 1 <= MIN <= MAX" in ended.stderr and not (repo / "ran").exists()
-
-
-def test_range_of_nodes_requires_a_host(repo: Path) -> None:
-    ended = train(repo, NNODES="1:2")
-    assert ended.returncode == 2 and "NNODES (1:2) needs" in ended.stderr
 
 
 class Node:

@@ -20,7 +20,9 @@ import pytest
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.run.run_dir import lock_folder
 from scripts.quickstart import train_flags
+from scripts.quickstart_text import find_inputs
 from tests.cases import cases
 from tests.scripts.conftest import ROOT, environment, fake_python3, wait_for
 
@@ -229,31 +231,19 @@ def test_quickstart_compiles_if_the_machine_can(
 
 def test_hint_for_longer_run_names_its_length(repo: Path) -> None:
     ended = train(repo, "--num-steps", "5", "--run_name=my run")
-    hint = "longer  bash scripts/train.sh --run_name=my\\ run --num_steps=3000 --lr_decay=3000"
+    hint = "longer  bash scripts/train.sh '--run_name=my run' --num_steps=9 --lr_decay=9\n"
     assert hint in ended.stdout
-    ended = train(repo, "--num_tokens=9M", REASON="finished 40 steps")
-    assert "longer  bash scripts/train.sh --num_steps=120 --lr_decay=120" in ended.stdout
+    ended = train(repo, "--num_tokens=9M", "--lr_schedule=constant")
+    hint = "longer  bash scripts/train.sh --lr_schedule=constant --num_steps=9\n"
+    assert hint in ended.stdout
 
 
-NUMBERS = ["NNODES", "NODE_RANK", "NPROC_PER_NODE", "MAX_RESTARTS", "MASTER_PORT"]
-NUMBERS += ["SLURM_STEP_NUM_NODES", "SLURM_GPUS_ON_NODE"]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        *((name, "x[$(touch ran)]") for name in NUMBERS),
-        *(("NNODES", text) for text in ("abc", "-1", "08x", "9" * 30, "1\n2", "1.5")),
-        ("NPROC_PER_NODE", "0"),
-    ],
-)
-def test_wrong_number_in_environment_is_rejected(repo: Path, name: str, text: str) -> None:
-    """Before any arithmetic, which would run its commands."""
-    ended = train(repo, "--num_steps=3", **{name: text})
+def test_wrong_number_in_environment_is_rejected(repo: Path) -> None:
+    shutil.rmtree(repo / "data")
+    ended = train(repo, NNODES="x[$(touch ran)]")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert ended.stderr.startswith(f"train.sh: error: {name} (")
-    assert "must be a whole number from" in ended.stderr
-    assert not {"ran", "called.json", "runs"} & {path.name for path in repo.iterdir()}
+    assert "error: NNODES=x[$(touch ran)] must be a whole number from 1" in ended.stderr
+    assert not {"ran", "data", "called.json", "runs"} & {path.name for path in repo.iterdir()}
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", "a\nb", "\x1b[31m"])
@@ -271,18 +261,19 @@ def test_leading_zeros_are_not_octal(repo: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "status", "words"),
     [
-        ("finished:0", 0, "made"),
-        ("bad_input:2", 2, "bad input: as told"),
-        ("bad_input:1", 2, "bad input: as told"),  # torchrun's own code
-        ("resume_me:0", 75, "stopped early"),  # as under torchrun
+        ("finished:0", 0, "yours  "),
+        ("bad_input:2", 2, "bad_input: as told"),
+        ("bad_input:1", 2, "bad_input: as told"),  # torchrun's own code
+        ("resume_me:0", 75, "resume_me: as told"),  # as under torchrun
         ("failed:1", 1, "failed: as told"),
-        ("crash", 1, "failed: see runs/"),
+        ("crash", 1, "train: failed: see runs/"),
     ],
 )
 def test_exit_status(repo: Path, plan: str, status: int, words: str) -> None:
     ended = train(repo, PLAN=plan)
     assert ended.returncode == status, ended.stderr
-    assert words in ended.stdout + ended.stderr
+    output = ended.stdout + ended.stderr
+    assert words in output and ("yours  " in output) == (status == 0)
 
 
 def test_old_status_is_ignored(repo: Path) -> None:
@@ -319,7 +310,7 @@ def test_stop_signal_is_passed_on(repo: Path, number: signal.Signals) -> None:
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 75, output
-    assert "stopped early, the same command continues the run: as told" in output
+    assert "resume_me: as told" in output
 
 
 def test_signal_to_the_group_is_one_stop(repo: Path) -> None:
@@ -331,72 +322,6 @@ def test_signal_to_the_group_is_one_stop(repo: Path) -> None:
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 75, output
     assert "heard 1" in output and "heard 1" in (run_folder(repo) / "console.txt").read_text()
-
-
-def fake_programs(repo: Path) -> Path:
-    """A python that only notes how torchrun is called, and a scontrol that lists the nodes."""
-    folder = repo / "fake"
-    folder.mkdir()
-    python = folder / "python"
-    python.write_text(
-        '#!/bin/bash\nif [[ "$*" == *torch.distributed.run* ]]; then'
-        f' printf "%s\\n" "$@" >>"{repo}/torchrun.txt";'
-        f' printf "%s" "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >"{repo}/store.txt"; exit 0; fi\n'
-        f'exec "{sys.executable}" "$@"\n'
-    )
-    scontrol = folder / "scontrol"
-    scontrol.write_text(
-        '#!/bin/bash\n[[ "$*" == "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"\n'
-    )
-    for path in (python, scontrol):
-        path.chmod(0o755)
-    return folder
-
-
-def test_several_processes_go_through_torchrun(repo: Path) -> None:
-    fake = fake_programs(repo)
-    assert train(repo, PYTHON=str(fake / "python"), NPROC_PER_NODE="4").returncode == 0
-    words = (repo / "torchrun.txt").read_text().split("\n")
-    assert words[:4] == ["-m", "torch.distributed.run", "--nproc_per_node=4", "--max_restarts=0"]
-    assert words[5:8] == ["--standalone", "--local-addr=127.0.0.1", "main_training.py"]
-    assert (repo / "store.txt").read_text() == "1"
-    assert (
-        train(repo, PYTHON=str(fake / "python"), MAX_RESTARTS="2").returncode == 0
-    )  # one process that shall restart
-    assert "--max_restarts=2" in (repo / "torchrun.txt").read_text()
-
-
-def test_slurm_nodes_rendezvous_at_the_first(repo: Path) -> None:
-    fake = fake_programs(repo)
-    slurm = {
-        "SLURM_JOB_ID": "123456",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_NODELIST": "node[3-4]",
-        "SLURM_PROCID": "1",
-        "SLURM_GPUS_ON_NODE": "8",
-        "NPROC_PER_NODE": "",
-    }
-    path = f"{fake}:{os.environ['PATH']}"
-    ended = train(repo, PYTHON=str(fake / "python"), PATH=path, **slurm)
-    assert ended.returncode == 0, ended.stderr
-    words = (repo / "torchrun.txt").read_text().split("\n")
-    assert "--nnodes=2" in words and "--nproc_per_node=8" in words and "--rdzv_id=123456" in words
-    assert "--rdzv_endpoint=node3:15456" in words and "--standalone" not in words
-    assert "--rdzv_conf=is_host=0,read_timeout=600" in words
-
-
-def test_nodes_without_scheduler_use_variables(repo: Path) -> None:
-    fake = fake_programs(repo)
-    nodes = {"PYTHON": str(fake / "python"), "NNODES": "2", "NODE_RANK": "0"}
-    ended = train(repo, **nodes)
-    assert ended.returncode == 2 and "error: NNODES (2) needs NODE_RANK" in ended.stderr
-    ended = train(repo, **nodes, MASTER_ADDR="first", MASTER_PORT="1234")
-    assert ended.returncode == 0, ended.stderr
-    words = (repo / "torchrun.txt").read_text().split("\n")
-    assert (
-        "--nnodes=2" in words and "--rdzv_endpoint=first:1234" in words and "--rdzv_id=run" in words
-    )
-    assert "--rdzv_conf=is_host=1,read_timeout=600" in words
 
 
 def test_run_name_in_environment_is_a_default(repo: Path) -> None:
@@ -424,16 +349,6 @@ def test_site_file_is_read_first(repo: Path) -> None:
     assert called(repo)["env"]["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def test_lock_makes_shared_files_once(repo: Path) -> None:
-    """Two at once, as two jobs or array tasks start: the second waits for the first and makes nothing."""
-    code = (
-        "source scripts/environment.sh; make() { [[ -f made ]] && return; sleep 0.5; echo x >>made; }\n"
-        "under_lock make & under_lock make & wait; under_lock make"
-    )
-    assert subprocess.run(["bash", "-c", code], cwd=repo, timeout=30).returncode == 0
-    assert (repo / "made").read_text() == "x\n"
-
-
 def test_python_without_packages_is_rejected(repo: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     ended = train(repo, PYTHON=str(tmp_path / "bare/bin/python"))
@@ -441,19 +356,17 @@ def test_python_without_packages_is_rejected(repo: Path, tmp_path: Path) -> None
 
 
 def test_environment_is_checked_by_versions(repo: Path) -> None:
-    def satisfies(*extras: str) -> bool:
-        code = f'source scripts/environment.sh && satisfies "{sys.executable}" ' + " ".join(extras)
-        return subprocess.run(["bash", "-c", code], cwd=repo).returncode == 0
+    def has_packages(*extras: str) -> bool:
+        command = [sys.executable, "scripts/has_packages.py", *extras]
+        return subprocess.run(command, cwd=repo).returncode == 0
 
-    assert satisfies()
-    started = time.monotonic()
-    assert satisfies("dev")
-    assert time.monotonic() - started < 2
+    assert has_packages()
+    assert has_packages("dev")
     project = (repo / "pyproject.toml").read_text()
     (repo / "pyproject.toml").write_text(project.replace('"fire>=', '"fire>=99.'))
-    assert not satisfies()
+    assert not has_packages()
     (repo / "pyproject.toml").write_text(project.replace('"fire>=', '"no-such-package-here>='))
-    assert not satisfies()
+    assert not has_packages()
 
 
 def test_environment_is_made_with_constraints(repo: Path, tmp_path: Path) -> None:
@@ -474,22 +387,36 @@ def test_quickstart_text_is_deterministic(tmp_path: Path) -> None:
     made = []
     for name in ("one", "two"):
         target = tmp_path / name / "prose.jsonl"
-        ended = subprocess.run(
-            [sys.executable, ROOT / "scripts/quickstart_text.py", target],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        made.append((ended.stdout.replace(str(target), "PROSE"), target.read_bytes()))
+        inputs = find_inputs(target)
+        made.append((inputs.replace(str(target), "PROSE"), target.read_bytes()))
     assert made[0] == made[1]
     inputs, prose = made[0]
-    assert (
-        inputs.startswith("stdlib=")
-        and "packages=" in inputs
-        and inputs.strip().endswith("prose=PROSE")
-    )
+    assert inputs.startswith("stdlib=")
+    assert "packages=" in inputs
+    assert inputs.endswith("prose=PROSE")
     assert 4_000_000 < len(prose) < 9_000_000
     assert all("text" in json.loads(line) for line in prose.splitlines()[:50])
+
+
+def test_text_is_prepared_once(repo: Path) -> None:
+    """Two at once, as two jobs or array tasks start: the second waits, and finds the text made."""
+    shutil.rmtree(repo / "data/quickstart")
+    (repo / "data/quickstart_text").mkdir()
+    lock = lock_folder(repo / "data/quickstart_text")
+    second = subprocess.Popen(
+        ["bash", repo / "scripts/train.sh"],
+        env=environment(PREPARE_ONLY="1"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(2)
+    (repo / "data/quickstart/meta").mkdir(parents=True)
+    (repo / "data/quickstart/meta/counts.csv").touch()
+    lock.close()
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == 0 and output.startswith("runs/")
+    assert not (repo / "data/quickstart_text/prose.jsonl").exists()
 
 
 SCRIPTS = "train.sh train.slurm cron.slurm pulse.sh run_folder.sh test.sh check.sh environment.sh"

@@ -100,7 +100,7 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TAS
         ("resume_me:75", {}, 75, ["scontrol requeue 7"], "requeued, to resume from step 3"),
         ("resume_me:75", ARRAY, 75, [], "task 2 of 10 stopped in time; the next task continues"),
         ("failed:1", {}, 1, [], "failed with status 1"),
-        ("bad_input:2", {}, 2, [], "bad input: as told"),
+        ("bad_input:2", {}, 2, [], "bad_input: as told"),
     ],
 )
 def test_job_ends_with_status_and_requests(
