@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fms_fsdp import launch
-from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import flag_texts, parse, parse_flags, replaced_by
 from fms_fsdp.errors import UserError, is_for_user
@@ -72,15 +71,13 @@ def is_other_model(given: Mapping[str, str]) -> bool:
 
 
 def defaults_of_text(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Returns what the machine, and the text if it is there, change in the presets."""
+    """Returns what the text, if it is there, changes in the presets."""
     values = dict[str, str]()
     is_prepared = (folder / "meta/counts.csv").is_file()
     if is_prepared and not (folder / "tokenizer.model").is_file():  # samples need a tokenizer
         values["sample_interval"] = "0"
     if "sample_interval" in values or "sample_interval" in given:
         values["sample_prompts"] = ""
-    if not missing_here():
-        values["use_torch_compile"] = "True"
     return values
 
 
@@ -94,11 +91,6 @@ def defaults_of_own_data(given: Mapping[str, str]) -> dict[str, str]:
         if (folder / "tokenizer.model").is_file():
             values["sample_interval"] = "350"
     return values
-
-
-def missing_here() -> str:
-    """Returns why torch.compile would fail on this machine's CPU or GPU; "" if nothing is missing."""
-    return missing_for_compilation("cpu") or missing_for_compilation("cuda")
 
 
 def find_run(flags: Sequence[str], name: str) -> tuple[list[str], Path]:
@@ -136,8 +128,6 @@ def train(script: Sequence[str], argv: Sequence[str]) -> int:
         nodes = launch.read_nodes(os.environ, launch.count_gpus(os.environ))
 
     if reads_text(given):
-        if "use_torch_compile" not in given and missing_here():
-            launch.say(f"note: blocks are not compiled: {missing_here()}")
         prepare_text(Path(data_dir))
     stopwatch.end_part("text")
     if only_prepares:

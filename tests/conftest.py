@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +64,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         return None
     config.option.loadscopereorder = False  # else what is spread would begin last
     return ByFile(config, log)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Names the quick tests that take long: each delays every later run of them."""
+    if config.option.markexpr != "not slow":
+        return
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+    limit_s = 10 if is_busy else 5
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+    for name, duration in seconds.most_common():
+        if duration > limit_s:
+            terminalreporter.write_line(f"{duration:5.1f} s  {name}: make it faster, or mark it slow")
 
 
 @pytest.fixture(scope="session")

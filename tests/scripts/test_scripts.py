@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import tomllib
 from pathlib import Path
@@ -25,8 +24,6 @@ from scripts.quickstart import train_flags
 from scripts.quickstart_text import find_inputs
 from tests.cases import cases
 from tests.scripts.conftest import ROOT, environment, fake_python3, wait_for
-
-HAS_HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def train(repo: Path, *flags: str, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -207,26 +204,6 @@ def test_data_without_tokenizer_generates_no_text(repo: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "sample_interval" not in changed(repo) and "\nsample " not in ended.stdout
     assert "sample_prompts" not in changed(repo)
-
-
-@pytest.mark.parametrize(
-    ("compiler", "flags", "compiled"),
-    [
-        ("c++", [], ["--use_torch_compile=True"] if HAS_HEADERS else []),
-        ("no-such-compiler", [], []),
-        ("c++", ["--use_torch_compile=False"], ["--use_torch_compile=False"]),
-        ("c++", ["--use_dummy_dataset=True"], []),
-    ],
-)
-def test_quickstart_compiles_if_the_machine_can(
-    repo: Path, compiler: str, flags: list[str], compiled: list[str]
-) -> None:
-    (repo / "c++").touch(mode=0o755)
-    ended = train(repo, *flags, CXX=str(repo / compiler))
-    assert ended.returncode == 0
-    assert [word for word in called(repo)["argv"] if "compile" in word] == compiled
-    is_noted = "note: blocks are not compiled: " in ended.stderr
-    assert is_noted == (not flags and not compiled)
 
 
 def test_hint_for_longer_run_names_its_length(repo: Path) -> None:
