@@ -1,7 +1,6 @@
 """Reads the configurations of other programs as a flat list of keys; nothing in them is executed.
 
     YAML, TOML, JSON   nested names are joined by dots: optimizer.params.lr
-    Python             assignments of literals at the top of a file
     any other file     the arguments of a command in a shell script, or arguments alone
 
 A value that only a run of the program could know, such as `$(nproc)`, is undecided.
@@ -9,7 +8,6 @@ A value that only a run of the program could know, such as `$(nproc)`, is undeci
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -52,6 +50,11 @@ def read_keys(path: str) -> tuple[str, list[Key]]:
         raise UserError(f"{shown(path)} is not text; name the configuration itself") from None
     if len(content) > _MAX_BYTES or "\0" in text:
         raise UserError(f"{shown(path)} is not a configuration of at most 1 MiB; name another file")
+    if Path(path).suffix.lower() == ".py":
+        raise UserError(
+            f"{shown(path)} is a Python file, which translate no longer reads; "
+            "docs/migrate/other-frameworks.md has the main keys of nanoGPT"
+        )
     kind, read = _READERS.get(Path(path).suffix.lower(), ("arguments", _read_arguments))
     try:
         found = []
@@ -61,14 +64,14 @@ def read_keys(path: str) -> tuple[str, list[Key]]:
             found.append(Key(name, key.value, f"{path}:{place}", key.undecided))
             if len(found) > _MAX_KEYS:
                 raise ValueError(f"there are more than {_MAX_KEYS:,} keys")
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, UserError):
             raise
         text = shown(str(error)) or type(error).__name__
         raise UserError(f"{shown(path)} is not valid {kind}: {text}; correct the file") from None
     if found and found[0].name.startswith("config."):
         kind = "config.json"
-    if kind in ("arguments", "python"):  # a later one replaces an earlier one
+    if kind == "arguments":  # a later one replaces an earlier one
         return kind, list({key.name: key for key in found}.values())
     for i, key in enumerate(found):
         if any(key.name == other.name for other in found[:i]):
@@ -157,34 +160,6 @@ def _interpolated(key: Key, values: dict[str, Any], depth: int = 0) -> Key:
         return Key(key.name, None, key.place, f"{shown(key.value)} is not evaluated")
     found = _interpolated(Key(name, values[name], ""), values, depth + 1)
     return Key(key.name, found.value, key.place, found.undecided)
-
-
-def _read_python(text: str) -> Iterator[Key]:
-    for node in ast.parse(text).body:
-        line = str(node.lineno)
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                try:
-                    yield Key(name, _literal(value), line)
-                except ValueError:
-                    source = shown(ast.unparse(value))
-                    yield Key(name, None, line, f"{source} is not evaluated")
-            case ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom():
-                pass
-            case _:
-                yield Key(f"line_{line}", None, line, "the statement is not executed")
-
-
-def _literal(node: ast.expr) -> Any:
-    """Evaluates a literal, or a product of two numbers such as 5 * 8."""
-    match node:
-        case ast.BinOp(
-            left=ast.Constant(value=int() | float() as a),
-            op=ast.Mult(),
-            right=ast.Constant(value=int() | float() as b),
-        ):
-            return a * b
-    return ast.literal_eval(node)
 
 
 _TOKEN = re.compile(r"\\.|(?<!\S)#[^\n]*|'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
@@ -307,5 +282,4 @@ _READERS: dict[str, tuple[str, Callable[[str], Iterator[Key]]]] = {
     ".yml": ("yaml", _read_yaml),
     ".toml": ("toml", _read_toml),
     ".json": ("json", _read_json),
-    ".py": ("python", _read_python),
 }

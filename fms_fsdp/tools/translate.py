@@ -27,7 +27,7 @@ from fms_fsdp.config.batch import BatchPlan, global_batch
 from fms_fsdp.config.flag import coerce, flag_table, unused_flags
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.train_config import other_programs
-from fms_fsdp.config.values import counted, one_line, parse_number, shown
+from fms_fsdp.config.values import counted, must_be_one_of, one_line, parse_number, shown
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import write_atomically
 from fms_fsdp.models.flops import num_params
@@ -40,10 +40,14 @@ from fms_fsdp.tools.other_configs import Key, read_keys
 from fms_fsdp.tools.whole_folder import check_is_free
 
 PROGRAMS = tuple(name for name, table in other_programs()["programs"].items() if "title" in table)
+_REMOVED = ("hf", "litgpt", "nanogpt", "nanochat")
+_WITHOUT_THEM = (
+    "docs/migrate/other-frameworks.md has the main keys of Trainer, litgpt, nanoGPT and nanochat"
+)
 _TABLE = flag_table(TrainConfig)
 _BASE = "194m"  # a variant whose shape flags replace
 _SHAPE = {"num_layers", "hidden_size", "num_attention_heads"}
-_SHAPE_DEFAULTS = {"_ffn_factor", "_glu_multiple", "_vocab_multiple", "_depth"}
+_SHAPE_DEFAULTS = {"_ffn_factor", "_glu_multiple", "_vocab_multiple"}
 _SCALED = "residual_scaled_init"  # which no shape of others contains
 _LISTS = {  # status of a key: title of its list
     "unknown": "unknown key, may change results",
@@ -63,11 +67,12 @@ class TranslateConfig:
         "--from=megatron --num_devices=64 pretrain.slurm",
     )
     files: tuple[str, ...] = flag(
-        (), "FILE…: YAML, TOML, JSON, Python or a shell script", positional=True, form="path"
+        (), "FILE…: YAML, TOML, JSON or a shell script", positional=True, form="path"
     )
     output: str = flag("", "TOML file to write (default: print it)", form="path")
     from_: str = flag(
-        "", "program of the files (default: recognized by their keys)", choices=PROGRAMS
+        "",
+        f"program of the files: {', '.join(PROGRAMS)} (default: recognized by their keys)",
     )
     num_devices: int | None = flag(
         None, "number of devices (default: the input's, or the fewest)", min=1, max=2**20
@@ -77,6 +82,11 @@ class TranslateConfig:
     def __post_init__(self) -> None:
         if not self.files:
             raise UserError("translate requires a file; use `translate FILE [FILE …]`")
+        if self.from_ in _REMOVED:
+            raise UserError(f"--from={self.from_} was removed; {_WITHOUT_THEM}")
+        if self.from_ and self.from_ not in PROGRAMS:
+            rule = must_be_one_of(PROGRAMS, self.from_, cutoff=0.5)
+            raise UserError(f"--from={shown(self.from_)} {rule}")
         if self.output:
             check_is_free(Path(self.output))
 
@@ -313,10 +323,6 @@ def _combine_model(found: Translation) -> None:
         put("norm_eps", get("_norm_eps"), "_norm_eps")
     if get("_tokenizer") and not found.flags.get("vocab_size", ("", ("",)))[1]:
         del found.flags["vocab_size"]  # the data decides
-    if depth := get("_depth"):
-        put("num_layers", depth, "_depth")
-        put("hidden_size", 64 * depth, "_depth")
-        put("num_attention_heads", -(-depth // 2), "_depth")
     if get("max_seq_len") and not get("seq_length"):
         put("seq_length", get("max_seq_len"), "max_seq_len")
     width, is_gated = get("hidden_size"), get("activation") == "swiglu"
@@ -333,12 +339,6 @@ def _combine_model(found: Translation) -> None:
 
 def _combine_batch(found: Translation) -> None:
     get, put = found.get, found.set
-    if get("_batch_tokens"):
-        rows = get("_batch_tokens") // _number(get("seq_length"))
-        put("global_batch_size", rows, "_batch_tokens")
-    if accum := get("_total_accum"):  # of all ranks together
-        rows = _number(get("batch_size")) * accum
-        put("global_batch_size", rows, "batch_size", "_total_accum")
     if _number(get("pp_size", 1)) <= 1:
         return
     # here a pipeline divides the micro-batch, which is all that a rank computes in a step
@@ -404,7 +404,7 @@ def _other_axes(found: Translation) -> int:
 
 def _combine_data(found: Translation) -> None:
     """Names the sources of the data, and adds the commands that make their shards."""
-    kinds = ("_prefixes", "_tokens", "_text", "_dataset")
+    kinds = ("_prefixes", "_tokens", "_dataset")
     kind = next((kind for kind in kinds if found.get(kind) not in (None, True)), "")
     if not kind:
         return
@@ -416,7 +416,7 @@ def _combine_data(found: Translation) -> None:
         weights, items = [_number(each) for each in items[::2]], items[1::2]
     names = [re.sub("(_text)?(_document)?$", "", Path(item).name) or "data" for item in items]
     names = [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
-    sources = (kind, "_dataset_config", "_data_weights", "_split")
+    sources = (kind, "_data_weights", "_split")
     found.set("data_path", "data", *sources)
     found.set("datasets", names, *sources)
     if len(weights) == len(names) > 1:
@@ -524,8 +524,6 @@ def recognize(kinds: set[str], keys: list[Key]) -> str:
         UserError: none, or more than one.
     """
     names = [key.name for key in keys if not key.name.startswith(("launcher.", "config."))]
-    if not names and any(key.name.startswith("config.") for key in keys):
-        return "hf"
     scores = {
         name: sum(map(program.knows, names))
         for name, program in ((name, Program(name)) for name in PROGRAMS)
@@ -535,7 +533,8 @@ def recognize(kinds: set[str], keys: list[Key]) -> str:
     if len(best) != 1:
         found = f"are keys of {' and '.join(best)}" if best else "are of no known program"
         raise UserError(
-            f"the {counted(len(names), 'key')} {found}; set --from to one of {', '.join(PROGRAMS)}"
+            f"the {counted(len(names), 'key')} {found}; set --from to one of {', '.join(PROGRAMS)}; "
+            f"{_WITHOUT_THEM}"
         )
     return best[0]
 
