@@ -40,8 +40,9 @@ def read_keys(path: str) -> tuple[str, list[Key]]:
         UserError: the file cannot be read, is malformed, or sets a key twice.
     """
     try:
-        content = Path(path).read_bytes()
-        text = content[: _MAX_BYTES + 1].decode("utf-8-sig")
+        with open(path, "rb") as file:
+            content = file.read(_MAX_BYTES + 1)  # of /dev/zero too
+        text = content.decode("utf-8-sig")
     except FileNotFoundError:
         raise MissingInput(f"{shown(path)} does not exist; name a configuration") from None
     except OSError as error:
@@ -162,9 +163,18 @@ def _interpolated(key: Key, values: dict[str, Any], depth: int = 0) -> Key:
     return Key(key.name, found.value, key.place, found.undecided)
 
 
-_TOKEN = re.compile(r"\\.|(?<!\S)#[^\n]*|'[^']*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_UNKNOWN = "$<...>"  # a part of a value that only the shell knows
+_QUOTED = r"\\.|'[^']*'|\"(?:\\.|[^\"\\])*\""
+_TOKEN = re.compile(rf"(?<!\S)#[^\n]*|{_QUOTED}", re.DOTALL)
+_HERE_DOCUMENT = re.compile(r"(?<!<)<<(?!<)-?\s*['\"]?(\w+)")
+# >log, 2> log, &>> log, <<< "text", 2>&1, but not the < of a quoted text
+_REDIRECTION = r"(?<!\S)(?:\d|&)?(?:<<<|>>|>|<)(?:&\d|\s*(?:\"[^\"]*\"|'[^']*'|[^\s;&|)]+))"
+_OUTSIDE_QUOTES = re.compile(
+    rf"(?P<kept>{_QUOTED})|(?P<dropped>{_REDIRECTION})|(?P<end>[;)])", re.DOTALL
+)
+_UNKNOWN = "$..."  # a part of a value that only the shell knows
 _OPENING, _CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+_ARRAY = r"(\w+)(\+?)=\(([^()]*)\)"  # A=(--b c), A+=(--b c)
+_ENDS = ("|", "||", "&", "&&", ";", ")")  # of a command
 
 
 def _statements(text: str) -> Iterator[str]:
@@ -180,7 +190,7 @@ def _statements(text: str) -> Iterator[str]:
         bare = _TOKEN.sub("", held)
         is_quoted = '"' in bare or "'" in bare
         if not (is_continued or is_quoted or bare.count("(") > bare.count(")")):
-            here = re.search(r"<<-?\s*['\"]?(\w+)", held)
+            here = _HERE_DOCUMENT.search(held)
             end = here[1] if here else ""
             yield _TOKEN.sub(lambda token: token[0] * (token[0][0] != "#"), held).strip()
             held = ""
@@ -188,54 +198,93 @@ def _statements(text: str) -> Iterator[str]:
         raise ValueError(f"a quote or bracket is not closed after {shown(held.strip()[:40])}")
 
 
-def _commands(text: str) -> tuple[list[str], list[str]]:
-    """Returns the commands of a shell script, and the values of its variables, both with the
-    variables of simple assignments replaced.
+class _Shell:
+    """What a script would run, as far as its text says it.
 
-    A variable that is set within `if`, `for`, `while` or `case` keeps its name. If it holds options,
-    it becomes an option of its name without a known value.
+    commands   with the variables of simple assignments replaced
+    variables  name -> value. One that is set within `if`, `for`, `while` or `case` keeps its name in
+               commands; if it then holds options, it is an option of its name without a known value
     """
-    variables, commands, depth = dict[str, str](), list[str](), 0
 
-    def expand(text: str) -> str:
-        name = r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})"
-        return re.sub(name, lambda each: variables.get(each[1] or each[2], each[0]), text)
+    def __init__(self, text: str) -> None:
+        self.variables = dict[str, str]()
+        self.commands = list[str]()
+        depth = 0  # of if, for, while and case
+        for statement in _statements(text):
+            for _ in range(3):  # nested substitutions
+                statement = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`", _UNKNOWN, statement)
+            words = re.split(r"[\s;&|]+", _TOKEN.sub("", statement))
+            depth += sum(word in _OPENING for word in words)
+            array = re.fullmatch(r"(?:export\s+)?(\w+)(\+?)=\((.*)\)", statement, re.DOTALL)
+            arrays = [array.groups()] if array is not None else []
+            if array is None and depth:  # if …; then A+=(--b c); fi
+                arrays = re.findall(_ARRAY, statement, re.DOTALL)
+                statement = re.sub(_ARRAY, "", statement, flags=re.DOTALL)
+            for name, plus, value in arrays:
+                added = f"${name} {value}" if plus else value
+                self._assign(name, added, is_certain=depth == 0)
+            if array is None:
+                self._read(statement, depth)
+            depth = max(0, depth - sum(word in _CLOSING for word in words))
 
-    for statement in _statements(text):
-        for _ in range(3):  # nested substitutions
-            statement = re.sub(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`", _UNKNOWN, statement)
-        words = re.split(r"[\s;&|]+", _TOKEN.sub("", statement))
-        depth += sum(word in _OPENING for word in words)
-        if array := re.fullmatch(r"(?:export\s+)?(\w+)(\+?)=\((.*)\)", statement, re.DOTALL):
-            values = {array[1]: (variables.get(array[1], "") + " ") * bool(array[2]) + array[3]}
-        else:
-            parts = [part.removesuffix(";") for part in _words(statement) if part != "export"]
-            pairs = [re.fullmatch(r"(\w+)=(.*)", part, re.DOTALL) for part in parts]
-            values = {}
-            for name, value in (pair.groups() for pair in pairs if pair):  # of all branches
-                values[name] = values.get(name, "") * bool(depth) + value
-            if not all(pairs):
-                commands.append(expand(statement))
-                values = values if depth else {}
+    def expand(self, text: str) -> str:
+        def value(match: re.Match[str]) -> str:
+            return self.variables.get(match[1] or match[2], match[0])
+
+        return re.sub(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})", value, text)
+
+    def _read(self, statement: str, depth: int) -> None:
+        """Reads assignments or a command; within `if`, commands may hold assignments as well."""
+        statement = _OUTSIDE_QUOTES.sub(_spaced, statement)
+        parts = [part for part in _words(statement) if part not in ("export", ";")]
+        pairs = [re.fullmatch(r"(\w+)=(.*)", part, re.DOTALL) for part in parts]
+        if not all(pairs):
+            self.commands.append(self.expand(statement))
+            if depth == 0:
+                return
+        values = dict[str, str]()
+        for name, value in (pair.groups() for pair in pairs if pair):
+            # Of all branches.
+            values[name] = f"{values[name]} {value}" if depth and name in values else value
         for name, value in values.items():
-            is_set = name in variables and not variables[name].endswith(_UNKNOWN)
-            if depth and "--" in value:  # options, or none
-                variables[name] = f"--{name} {_UNKNOWN}"
-            elif depth and is_set:
-                del variables[name]
-            elif not depth:
-                variables[name] = expand(value)
-        depth = max(0, depth - sum(word in _CLOSING for word in words))
-    return commands, list(variables.values())
+            self._assign(name, value, is_certain=depth == 0)
+
+    def _assign(self, name: str, value: str, *, is_certain: bool) -> None:
+        before = self.variables.get(name)
+        if is_certain:
+            self.variables[name] = self.expand(value)
+            return
+        appended = re.sub(rf"^\s*\$(?:{name}\b|\{{{name}(?:\[[@*]\])?\}})", "", value)
+        if appended != value and "--" in value:
+            options = re.findall(r"--[^\W\d][\w-]*", appended)
+            added = "".join(f" {option} {_UNKNOWN}" for option in options)
+            self.variables[name] = (before or "") + added
+        elif "--" in value:  # options, or none
+            self.variables[name] = f"--{name} {_UNKNOWN}"
+        elif before is not None and not before.endswith(_UNKNOWN):
+            del self.variables[name]
+
+
+def _spaced(match: re.Match[str]) -> str:
+    """Returns quoted text as it is, nothing for a redirection, and `;` or `)` as a word."""
+    if match["kept"] is not None:
+        return match["kept"]
+    if match["dropped"] is not None:
+        return " "
+    return f" {match['end']} "
 
 
 def _read_arguments(text: str) -> Iterator[Key]:
-    commands, values = _commands(text)
-    if calls := [call for call in map(_call, commands + values) if call is not None]:
+    shell = _Shell(text)
+    values = list(shell.variables.values())
+    calls = [call for call in map(_call, [*shell.commands, *values]) if call is not None]
+    if calls:
         # `echo $CMD` has the same arguments as the command
         launcher, words = max(calls, key=lambda call: (len(call[1]), len(call[0])))
     else:
-        launcher, words = [], [word for each in commands or values for word in _words(each)]
+        launcher = []
+        with_options = [each for each in shell.commands if re.search(r"(?<!\S)--[^\W\d]", each)]
+        words = [word for each in with_options or values for word in _words(each)]
     yield from _options(launcher, "launcher.")
     yield from _options(words, "")
 
@@ -252,7 +301,7 @@ def _call(text: str) -> tuple[list[str], list[str]] | None:
     options."""
     words = list[str]()
     for word in _words(text):  # of bash -c 'python x.py …' too
-        words += _words(word) if " --" in word else [word]
+        words += _words(_OUTSIDE_QUOTES.sub(_spaced, word)) if " --" in word else [word]
     for i, word in enumerate(words):
         is_module = i > 0 and words[i - 1] == "-m" and not word.startswith("torch.")
         if (word.endswith(".py") or is_module) and any(w[:2] == "--" for w in words[i:]):
@@ -261,20 +310,24 @@ def _call(text: str) -> tuple[list[str], list[str]] | None:
 
 
 def _options(words: list[str], prefix: str) -> Iterator[Key]:
-    """Yields a key for each `--name value…`, `--name=value` and `--switch`."""
+    """Yields a key for each `--name value…`, `--name=value`, `--switch`, and `-n value` of srun."""
     groups = list[list[str]]()
     for word in words:
-        if re.match(r"--[^\W\d]", word):
-            groups.append(list(word.split("=", 1)))
-        elif word in ("|", "||", "&", "&&", ";", "2>&1", ">"):
-            break
+        if re.match(r"--[^\W\d]", word) or (prefix and word in ("-n", "-N")):
+            groups.append(list(word.lstrip("-").split("=", 1)))
+        elif word in _ENDS:
+            if not prefix:
+                break
+            groups.clear()  # of an earlier command in the line
         elif groups and not re.match(r"-([a-z]|-?$)", word):
-            groups[-1].append(word)
+            # What follows the value of a launcher's option is the program.
+            if not prefix or len(groups[-1]) == 1:
+                groups[-1].append(word)
     for name, *values in groups:
         value = values if len(values) > 1 else values[0] if values else True
         hidden = [word for word in values if "$" in word]
         reason = f"{shown(hidden[0])} is known only to the shell" if hidden else ""
-        yield Key(prefix + name[2:], None if hidden else value, "", reason)
+        yield Key(prefix + name, None if hidden else value, "", reason)
 
 
 _READERS: dict[str, tuple[str, Callable[[str], Iterator[Key]]]] = {

@@ -17,9 +17,10 @@ from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import RunLength, find_milestones
-from fms_fsdp.tools import translate
+from fms_fsdp.tools import translate, translation
 from fms_fsdp.tools.other_configs import Key, read_keys
-from fms_fsdp.tools.translate import CONVERSIONS, PROGRAMS, Program, Translation
+from fms_fsdp.tools.translate import PROGRAMS, Program
+from fms_fsdp.tools.translation import CONVERSIONS, Translation
 from tests.cli import ROOT, metrics, run
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -37,6 +38,7 @@ class Run(NamedTuple):
     milestones: tuple[int, int]
     layout: dict[str, Any]
     missing: str = ""  # keys without a counterpart, and undecided ones
+    num_devices: int | None = None  # that the input does not tell
 
 
 # h: hidden size. A GPT block with biases has 12 h^2 + 13 h parameters: 4 h^2 + 4 h of attention,
@@ -97,7 +99,7 @@ RUNS = [
         (2000, 1_000_000),
         {"sharding_strategy": "hsdp", "fsdp_activation_checkpointing": True},
     ),
-    # keys of 8 heads x 128; the number of nodes is known only to SLURM, so there are 8 devices
+    # keys of 8 heads x 128; the number of nodes is known only to SLURM; there are 8 devices
     Run(
         "fms_llama3_70b.sh",
         "fms",
@@ -108,6 +110,8 @@ RUNS = [
         250_000,
         (2000, 250_000),
         {"sharding_strategy": "fsdp", "selective_checkpointing": "0.5"},
+        "launcher.nnodes",
+        8,
     ),
     # 50,277 tokens of the 20B tokenizer to a multiple of 128; 32 sequences x 32 devices
     Run(
@@ -153,11 +157,11 @@ RUNS = [
         {"sharding_strategy": "zero1", "cp_size": 2, "selective_checkpointing": "8/32"},
         "decoupled_lr",
     ),
-    # 2 x 32,000 rows: the vocabulary is that of the data
+    # 2 x 32,768 rows: the vocabulary, here of 32,000, is a multiple of 128 x 32 devices
     Run(
         "nxd_llama_70b.yaml",
         "nxd",
-        80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 64000 * 8192 + 8192,
+        80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 65536 * 8192 + 8192,
         512,
         10_000,
         (2000, 10_000),
@@ -193,6 +197,7 @@ RUNS = [
         10,
         (2, 10),
         {"sharding_strategy": "fsdp", "selective_checkpointing": "every:2"},
+        num_devices=1,
     ),
 ]
 
@@ -232,7 +237,8 @@ def test_run_has_figures_derived_by_hand(
     monkeypatch.chdir(CONFIGS)
     program, found, keys = convert(expected.files)
     assert program == expected.program
-    config = written_config(expected.files, tmp_path)
+    flags = [f"--num_devices={expected.num_devices}"] if expected.num_devices else []
+    config = written_config(expected.files, tmp_path, *flags)
     model = resolve_model(config.model, seq_length=config.data.seq_length)
     assert num_params(model) == expected.parameters
     printed = capsys.readouterr().out
@@ -250,7 +256,7 @@ def test_run_has_figures_derived_by_hand(
     assert (points.warmup, points.decay_end) == expected.milestones
     values = flag_values(config)
     assert {name: values[name] for name in expected.layout} == expected.layout
-    stopping = {s for s in translate._LISTS if s not in ("no effect", "default")}
+    stopping = {s for s in translation.LISTS if s not in ("no effect", "default")}
     missing = [key.name for key in keys if found.status[key] in stopping]
     assert sorted(missing) == sorted(expected.missing.split())
     check_every_key_is_in_one_list(found, keys)
@@ -263,7 +269,7 @@ def check_every_key_is_in_one_list(found: Translation, keys: list[Key]) -> None:
     for key in keys:
         in_lists = listed.count(key.name) + sum(f": {key.name}" in line for line in lines[:8])
         status = found.status[key]
-        assert status in {"written", *translate._LISTS}, key
+        assert status in {"written", *translation.LISTS}, key
         if status == "written":
             is_device = any(key in found.flags.get("_num_devices", ("", ()))[1] for _ in "1")
             assert key.name in toml or key.name.startswith("config.") or is_device, key
@@ -314,6 +320,24 @@ NEOX = "train-iters: 1000\npipe-parallel-size: 1\nhidden-size: 4096\n"
 MEGATRON = (
     "--train-iters 1000 --tensor-model-parallel-size 1 --hidden-size 4096 --micro-batch-size 2 "
 )
+WHOLE = (
+    NEOX
+    + """num-layers: 2
+num-attention-heads: 32
+seq-length: 64
+train_batch_size: 4
+data-path: a
+optimizer: {params: {lr: 1.0e-3}}
+"""
+)
+TITAN = """[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+seq_len = 8192
+steps = 1000
+"""
 NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
 
 
@@ -322,7 +346,7 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
     [
         ("a.yml", NEOX + "zero_optimization: {stage: 2}", {"sharding_strategy": "zero2"}),
         ("a.yml", NEOX + "zero_optimization: {stage: 3}", {"sharding_strategy": "fsdp"}),
-        ("a.yml", NEOX, {"warmup": "10", "adam_beta2": 0.999, "lr_schedule": "linear"}),
+        ("a.yml", NEOX, {"warmup": "10", "adam_beta2": 0.999, "lr_schedule": "annealing"}),
         ("a.yml", NEOX + "lr-decay-iters: 500", {"warmup": "5", "lr_decay": "500"}),
         ("a.yml", NEOX + "lr-decay-iters: 1000", {"warmup": "10", "lr_decay": None}),
         (
@@ -365,6 +389,52 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
             NEOX + "checkpoint-activations: true\ncheckpoint-num-layers: 2",
             {"recompute": "blocks", "recompute_segment": 2},
         ),
+        # int(4 x 4,096 x 2/3) // 2; its halves are multiplied
+        ("a.yml", NEOX + "activation: swiglu", {"activation": "swiglu", "ffn_hidden_size": 5461}),
+        ("a.yml", NEOX + "activation: swiglu\nmlp_multiple_of: 256", {"ffn_hidden_size": 5632}),
+        ("a.yml", NEOX + "train_data_paths: [a, b]", {"weights": [1, 1]}),
+        ("a.sh", MEGATRON + "--num-query-groups 8", {"num_kv_heads": None}),
+        ("a.sh", MEGATRON + "--num-query-groups 8 --group-query-attention", {"num_kv_heads": 8}),
+        ("a.sh", MEGATRON + "--group-query-attention", {"num_kv_heads": 1}),
+        ("a.sh", MEGATRON + "--eval-iters 0 --log-interval 0", {"eval_interval": 0}),
+        (
+            "a.sh",
+            MEGATRON + "--seq-length 4 --train-tokens 100 --train-samples 30",
+            {"num_tokens": "100", "num_samples": None},
+        ),
+        ("a.sh", MEGATRON + "--pad-vocab-size-to 51200", {"vocab_multiple_of": 51200}),
+        ("a.sh", f"deepspeed --num_gpus 8 --num_nodes 2 x.py {MEGATRON}", {"_num_devices": 16}),
+        ("a.sh", f"accelerate launch --num_processes 8 x.py {MEGATRON}", {"_num_devices": 8}),
+        ("a.sh", f"srun -n 8 python x.py {MEGATRON}", {"_num_devices": 8}),
+        (
+            "a.sh",
+            f"torchrun --nproc_per_node 8 --nnodes $N x.py {MEGATRON}",
+            {"_num_devices": None},
+        ),
+        (
+            "a.sh",
+            f"torchrun --nproc_per_node 8 --nnodes 1:4 x.py {MEGATRON}",
+            {"_num_devices": None},
+        ),
+        (
+            "a.sh",
+            f"accelerate launch --mixed_precision bf16 x.py {MEGATRON}",
+            {"precision": "bf16"},
+        ),
+        ("a.yaml", NXD + "data: {data_prefix: [a]}", {"dropout": 0.1, "ffn_hidden_size": None}),
+        ("a.toml", TITAN, {"model_variant": "llama3.1_8b", "rope_scaling": None}),
+        ("a.toml", TITAN + "compile = true", {"model_variant": "llama3_8b"}),
+        (
+            "a.toml",
+            TITAN + "[lr_scheduler]\nwarmup_steps = 300\ndecay_ratio = 0.8",
+            {"lr_decay": "700"},
+        ),
+        ("a.toml", TITAN + "[parallelism]\ndata_parallel_shard_degree = 8", {"_num_devices": 8}),
+        (
+            "a.toml",
+            TITAN + "[parallelism]\npipeline_parallel_degree = 4",
+            {"pp_micro_batch_size": 1, "batch_size": 2},
+        ),
         ("a.sh", MEGATRON, {"dropout": 0.1, "weight_decay": 0.01, "warmup": "0", "min_lr": 0.0}),
         ("a.sh", MEGATRON + "--swiglu", {"ffn_hidden_size": 10880}),  # 10,922 to 64 below
         ("a.sh", MEGATRON + "--no-bias-gelu-fusion", {"activation": "gelu"}),
@@ -399,6 +469,29 @@ def test_value_becomes_flags(tmp_path: Path, name: str, text: str, flags: dict[s
         ("a.yml", NEOX + "sparsity: all", {"sparsity": "changes"}),
         ("a.yml", NEOX + "sparsity: none", {"sparsity": "default"}),
         ("a.yml", NEOX + "activation: silu", {"activation": "changes"}),
+        ("a.yml", NEOX + "use_bias_in_mlp: false", {"use_bias_in_mlp": "changes"}),
+        (
+            "a.yml",
+            NEOX + "attention_config: [[[global, local], 6]]",
+            {"attention_config": "changes"},
+        ),
+        ("a.yml", NEOX + "attention_config: [[[flash], 12]]", {"attention_config": "default"}),
+        ("a.yml", NEOX + "no_such_key: null\nother_key: 0", {"other_key": "no effect"}),
+        (
+            "a.yml",
+            NEOX + "train_data_paths: [a, b]\ntrain_data_weights: [1]",
+            {"train_data_weights": "undecided"},
+        ),
+        (
+            "a.toml",
+            TITAN + "[float8]\nenable_float8_linear = true",
+            {"float8.enable_float8_linear": "changes"},
+        ),
+        (
+            "a.toml",
+            TITAN + "[parallelism]\ntensor_paralel_degree = 2",
+            {"parallelism.tensor_paralel_degree": "unknown"},
+        ),
         ("a.yml", NEOX + "launcher: slurm", {"launcher": "no effect"}),
         ("a.yml", NEOX + "no-such-key: 1", {"no_such_key": "unknown"}),
         ("a.yml", NEOX + "optimizer: {type: OneBitAdam}", {"optimizer.type": "changes"}),
@@ -463,6 +556,63 @@ EOT
 
 
 @pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (f'X=$(bc <<< "2*3")\nx.py {MEGATRON}', {}),
+        (f"x.py {MEGATRON} --bf16 &> log 2>&1 </dev/null; echo done", {"bf16": True}),
+        (f"(x.py {MEGATRON} --seed 7)", {"seed": "7"}),
+        (f'if [ -z $A ]; then\n  A=b\nfi\nARGS=" {MEGATRON}"', {}),
+        (f'A="{MEGATRON}"\nif [ $Z ]; then\n  A="$A --bf16"\nfi\nx.py $A', {"bf16": None}),
+        (f"A=({MEGATRON})\nif [ $Z ]; then A+=(--seed 3); fi\nx.py ${{A[@]}}", {"seed": None}),
+    ],
+)
+def test_shell_hides_no_option(tmp_path: Path, text: str, options: dict[str, Any]) -> None:
+    """An option that a condition appends is undecided; the others of its variable are known."""
+    (tmp_path / "a.sh").write_text(text)
+    values = {key.name: key.value for key in read_keys(str(tmp_path / "a.sh"))[1]}
+    known = {"train_iters": "1000", "hidden_size": "4096", "micro_batch_size": "2"}
+    assert values == {"tensor_model_parallel_size": "1", **known, **options}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "missing"),
+    [
+        (
+            "a.sh",
+            "x.py --hidden-size 64 --tensor-model-parallel-size 1",
+            {"num_steps", "batch_size"},
+        ),
+        ("a.sh", MEGATRON, {"learning_rate", "data_path", "num_devices", "num_layers"}),
+        ("a.yaml", NXD, {"ffn_hidden_size", "precision", "lr_schedule"}),
+        ("a.yml", WHOLE, set()),
+        ("a.toml", TITAN, {"num_devices"}),
+    ],
+)
+def test_no_default_of_ours_decides(
+    tmp_path: Path, name: str, text: str, missing: set[str]
+) -> None:
+    found = convert_text(tmp_path, name, text)
+    assert missing <= set(found.missing)
+    assert bool(found.missing) == bool(missing)
+    assert not missing & found.flags.keys()
+
+
+def test_steps_that_are_missing_are_not_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yml").write_text(WHOLE.replace("train-iters: 1000\n", ""))
+    with pytest.raises(SystemExit, match="1"):
+        main(["translate", str(tmp_path / "a.yml")])
+    printed = capsys.readouterr().out
+    assert "# missing: num_steps; GPT-NeoX has no default" in printed and "steps:" not in printed
+
+
+def test_endless_file_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "/dev/zero"]) == 2
+    assert "at most 1 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("none.yml", None, "does not exist"),
@@ -489,6 +639,17 @@ EOT
         ("a.yml", NEOX.encode() + b"optimizer: {params: {betas: []}}", "must be a list of two"),
         ("a.yml", NEOX.encode() + b"warmup: -1", ":4: warmup = -1 cannot be used"),
         ("a.yml", NEOX.encode() + b"warmup: many", "must be a number"),
+        (
+            "a.yml",
+            NEOX.encode() + b"seq-length: 1.0e15",
+            "seq_length = 1.0e15 cannot be used",
+        ),
+        ("a.yml", NEOX.encode() + b"seq-length: 100000000000", "must be at most 16,777,216"),
+        (
+            "a.yml",
+            NEOX.encode() + b"train_data_paths: [a]\ntrain_data_weights: [x]",
+            "train_data_weights = ['x'] cannot be used: must be a number",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -510,17 +671,12 @@ def test_unknown_key_fails_unless_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.yml"
-    path.write_text(NEOX + "num-layers: 2\nnum-attention-heads: 32\nseq-length: 64\nodd: 1\n")
+    path.write_text(WHOLE + "odd: 1\n")
     assert convert(str(path))[1].missing == []
-    assert convert_text(tmp_path, "b.yml", NEOX).missing == [
-        "num_attention_heads",
-        "num_layers",
-        "seq_length",
-    ]
     with pytest.raises(SystemExit, match="1"):
         main(["translate", str(path)])
     printed = capsys.readouterr().out
-    assert f"#   {path}:7: odd = 1" in printed
+    assert f"#   {path}:10: odd = 1" in printed
     (tmp_path / "run.toml").write_text(printed)  # what is printed is a config file
     assert parse_flags(TrainConfig, [f"--config={tmp_path / 'run.toml'}"]).model.num_layers == 2
     assert main(["translate", str(path), "--allow_missing", "--from=neox"]) == 0
@@ -577,12 +733,12 @@ def test_data_line_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tables_name_flags_and_conversions() -> None:
     flags = flag_table(TrainConfig)
-    known = (ROOT / "fms_fsdp" / "tools" / "translate.py").read_text()
+    files = ("program_rules.py", "translation.py")
+    known = "".join((ROOT / "fms_fsdp/tools" / name).read_text() for name in files)
 
     def check(name: str) -> None:
-        is_condition = name.startswith("_if_") and name[4:] in flags
         is_marker = name in ("_vocab_file", "_tracker")
-        assert name in flags or is_condition or is_marker or f'"{name}"' in known, name
+        assert name in flags or is_marker or f'"{name}"' in known, name
 
     for table in other_programs()["programs"].values():
         for name in [*table.get("absent", {}), *table.get("same", "").split()]:

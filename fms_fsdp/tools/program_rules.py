@@ -1,0 +1,380 @@
+"""What several keys of a program mean together. The tables of other_programs.toml have the single keys.
+
+`combine` first calls the function of the program, then those for all programs, which make flags of the
+flags that begin with `_`: these exist only in a translation.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fms_fsdp.config.values import counted, parse_number
+from fms_fsdp.errors import UserError
+from fms_fsdp.tools.translation import BASE, SHAPE, Translation, number, unusable
+
+_PATHS = ("_prefixes", "_tokens", "_dataset")  # of the data: for convert, convert and prepare
+
+
+def combine(found: Translation, program: str) -> None:
+    """Makes flags of keys that act together."""
+    lengths = [name for name in ("num_steps", "num_samples", "num_tokens") if found.get(name)]
+    if lengths:
+        found.flags.pop("num_epochs", None)
+    _set_devices(found)
+    if program in _RULES:
+        _RULES[program](found)
+    _combine_model(found)
+    _combine_batch(found)
+    _combine_schedule(found)
+    _combine_data(found)
+    _combine_layout(found)
+    if found.get("_load") and found.get("_load") == found.get("ckpt_save_path"):
+        found.set("resume", "auto", "_load")  # a run resumes from the folder of its checkpoints
+    elif found.get("_load"):
+        found.status |= dict.fromkeys(found.flags["_load"][1], "changes")
+    found.find_missing()
+    for name in [name for name in found.flags if name.startswith("_") and name != "_num_devices"]:
+        del found.flags[name]
+
+
+# ---- One function per program
+
+
+def _upstream(found: Translation) -> None:
+    steps = number(found.get("num_steps"))
+    found.set("warmup", str(min(2000, steps // 20)), "num_steps")
+    if found.get("use_dummy_dataset") in (True, "True", "true"):
+        for name in ("datasets", "weights", "sep_token"):
+            found.flags.pop(name, None)
+
+
+def _neox(found: Translation) -> None:
+    is_llama = found.given("mlp_type") == "llama"
+    activation = found.given("activation") or "gelu"
+    if is_llama and activation == "silu":
+        found.set("activation", "swiglu", "mlp_type", "activation")
+    elif is_llama:
+        found.mark("changes", "mlp_type")
+    elif activation == "silu":  # without a gate
+        found.mark("changes", "activation")
+    _set_neox_width(found, is_llama=is_llama)
+    _set_neox_biases(found, is_llama=is_llama)
+
+    patterns = set(re.findall("[a-z_]+", found.given("attention_config")))
+    found.mark("default" if patterns <= {"global", "flash"} else "changes", "attention_config")
+    if found.given("lr_decay_style") == "cosine":
+        decay = found.get("lr_decay")
+        if decay and found.get("num_steps") and number(decay) < number(found.get("num_steps")):
+            found.notes.append("its cosine rises again after lr_decay_iters; here the rate stays")
+    paths = found.get("_prefixes")
+    if "data_path" in found.keys and "_split" not in found.flags:
+        found.set("_split", "969,30,1")
+    elif isinstance(paths, list) and not found.get("_data_weights"):
+        found.set("_data_weights", [1] * len(paths), "_prefixes")
+
+
+def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
+    """Sets the width of the feed-forward layer (ParallelMLP, and LLaMAParallelMLP before 2024-09)."""
+    hidden = found.get("hidden_size")
+    given = found.given("intermediate_size")
+    if not hidden and not given:
+        return
+    multiple = found.number_of("mlp_multiple_of", 1)
+    width = found.number_of("intermediate_size", 0) or 4 * number(hidden)
+    if is_llama:
+        multiple = 256
+        width = int(width * 2 / 3)
+        if given:
+            found.mark("changes", "intermediate_size")
+    elif found.get("activation") == "swiglu":
+        # Twice the width, whose halves are multiplied, has two thirds of the parameters.
+        width = int(width * 2 / 3) // 2
+    width = math.ceil(width / multiple) * multiple
+    found.set("ffn_hidden_size", width, "hidden_size", "intermediate_size", "mlp_multiple_of")
+
+
+def _set_neox_biases(found: Translation, *, is_llama: bool) -> None:
+    in_attention = found.given("use_bias_in_attn_linear") != "false"
+    in_mlp = not is_llama and found.given("use_bias_in_mlp") != "false"
+    names = ("use_bias_in_attn_linear", "use_bias_in_mlp", "mlp_type")
+    if in_attention == in_mlp:
+        found.set("bias", in_mlp, *names)
+    else:  # biases in one of the two have no flag
+        found.set("bias", in_mlp)
+        found.mark("changes", *names)
+    if found.given("use_bias_in_norms") == "false" and found.get("norm") != "rmsnorm":
+        found.mark("changes", "use_bias_in_norms")
+
+
+def _megatron(found: Translation) -> None:
+    if found.given("group_query_attention") == "true":
+        groups = found.number_of("num_query_groups", 1)
+        found.set("num_kv_heads", groups, "num_query_groups", "group_query_attention")
+    else:  # without the flag the number has no effect
+        found.mark("no effect", "num_query_groups")
+    if found.given("pad_vocab_size_to"):
+        found.flags.pop("_vocab_multiple", None)
+        rows = found.number_of("pad_vocab_size_to")
+        found.set("vocab_multiple_of", rows, "pad_vocab_size_to")
+    hidden = found.get("hidden_size")
+    if hidden and not found.get("ffn_hidden_size"):
+        width = 4 * number(hidden)
+        if found.get("activation") == "swiglu":
+            width = int(width * 2 / 3) // 64 * 64
+        found.set("ffn_hidden_size", width, "hidden_size")
+    if found.given("eval_iters") == "0":
+        found.set("eval_interval", 0, "eval_iters", "eval_interval")
+    if found.get("num_tokens") and found.get("num_samples"):
+        _keep_earlier_end(found)
+    ramp = found.get("rampup_batch_size")
+    if ramp and number(ramp[0]) >= number(found.get("global_batch_size", 0)):  # it never rises
+        found.mark("no effect", "rampup_batch_size")
+        del found.flags["rampup_batch_size"]
+    if {"data_path", "train_data_path"} & found.keys.keys() and "_split" not in found.flags:
+        if "data_path" in found.keys:
+            found.set("_split", "969,30,1")
+
+
+def _keep_earlier_end(found: Translation) -> None:
+    """Of tokens and samples Megatron-DeepSpeed takes what ends first."""
+    samples = number(found.get("num_samples"))
+    length = number(found.get("seq_length", 1))
+    later = "num_samples" if number(found.get("num_tokens")) <= samples * length else "num_tokens"
+    keys = found.flags.pop(later)[1]
+    found.status |= dict.fromkeys(keys, "no effect")
+
+
+def _nxd(found: Translation) -> None:
+    multiple = found.given("model.make_vocab_size_divisible_by")
+    if not multiple and not found.has_known_shape:
+        found.set("_vocab_multiple", 128)
+    recomputed = found.given("model.activations_checkpoint_recompute")
+    if recomputed not in ("", "coreattention"):
+        found.mark("changes", "model.activations_checkpoint_recompute")
+
+
+_OLDER_TORCHTITAN = """
+    training.batch_size training.compile checkpoint.enable_checkpoint float8.enable_float8_linear
+    model.norm_type optimizer.fused lr_scheduler.lr_min
+""".split()
+
+
+def _torchtitan(found: Translation) -> None:
+    older = [name for name in _OLDER_TORCHTITAN if name in found.keys]
+    if older:
+        found.notes.append(
+            f"{older[0]} is a key of torchtitan 0.1, whose Llama 3 has unscaled RoPE"
+        )
+    elif str(found.get("model_variant", "")).startswith("llama3_"):  # scaled since 0.2
+        variant = found.get("model_variant").replace("llama3_", "llama3.1_")
+        found.set("model_variant", variant, "model_variant")
+
+    shards = found.number_of("parallelism.data_parallel_shard_degree", -1)
+    replicas = found.number_of("parallelism.data_parallel_replicate_degree", 1)
+    names = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+    if shards == 1:
+        found.set("sharding_strategy", "ddp", *names)
+    elif replicas > 1:
+        found.set("sharding_strategy", "hsdp", *names)
+        if shards > 1:
+            found.set("hsdp_shard_size", shards, *names)
+    else:
+        found.set("sharding_strategy", "fsdp", *names)
+    if shards > 0:
+        found.set("_num_devices", replicas * shards * _other_axes(found), *names)
+
+    if number(found.get("pp_size", 1)) > 1:
+        size = found.number_of("parallelism.pipeline_parallel_microbatch_size", 1)
+        found.set("pp_micro_batch_size", size, "parallelism.pipeline_parallel_microbatch_size")
+    else:
+        found.mark("no effect", "parallelism.pipeline_parallel_microbatch_size")
+
+    steps = number(found.get("num_steps"))
+    warmup = min(number(found.get("warmup")), steps)
+    found.set("warmup", str(warmup), "warmup")
+    ratio = found.given("lr_scheduler.decay_ratio")
+    shape = found.given("lr_scheduler.decay_type") or "linear"
+    if ratio and shape == "linear":
+        decay = min(round(steps * float(ratio)), steps - warmup)
+        found.set("lr_schedule", "wsd", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
+        found.set("lr_decay", str(decay), "lr_scheduler.decay_ratio")
+    elif ratio or shape not in ("linear", "cosine"):
+        found.mark("changes", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
+    else:
+        found.set("lr_schedule", shape, "lr_scheduler.decay_type")
+
+    mode = found.given("activation_checkpoint.mode") or "selective"
+    option = found.given("activation_checkpoint.selective_ac_option") or "2"
+    names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
+    if mode == "selective" and option == "op":
+        found.set("recompute", "ops", *names)
+    elif mode in ("full", "selective"):
+        found.set("recompute", "blocks", names[0])
+        if mode == "selective":
+            found.set("selective_checkpointing", f"every:{option}", names[1])
+
+
+_RULES: dict[str, Callable[[Translation], None]] = {
+    "fms": _upstream,
+    "neox": _neox,
+    "megatron": _megatron,
+    "nxd": _nxd,
+    "torchtitan": _torchtitan,
+}
+
+
+# ---- For all programs
+
+
+def _set_devices(found: Translation) -> None:
+    """Sets the number of devices that a launcher or the configuration names."""
+    per_node = found.get("_devices")
+    nodes = found.get("_nodes", 1)
+    is_undecided = any(
+        key.undecided or ":" in str(key.value)  # of 1:4 nodes the run takes what is there
+        for name, key in found.keys.items()
+        if name in ("launcher.nnodes", "launcher.num_nodes")
+    )
+    if is_undecided:
+        found.mark("undecided", "launcher.nnodes", "launcher.num_nodes")
+    if per_node and not is_undecided:
+        found.set("_num_devices", per_node * nodes, "_devices", "_nodes")
+    elif not per_node and found.get("_all_devices"):
+        found.set("_num_devices", found.get("_all_devices"), "_all_devices")
+
+
+def _combine_model(found: Translation) -> None:
+    get, put = found.get, found.set
+    if get("_half"):
+        named = found.flags["precision"][1]  # keys that name it
+        put("precision", get("precision" if named else "_half"), "precision", "_half")
+    if get("_gelu") and get("activation") == "gelu_tanh":
+        put("activation", get("_gelu"), "_gelu")
+    if get("_norm_eps") and not get("norm_eps"):
+        put("norm_eps", get("_norm_eps"), "_norm_eps")
+    if get("_tokenizer") and "vocab_size" in found.flags:
+        keys_of_size = found.flags["vocab_size"][1]
+        if not keys_of_size:
+            del found.flags["vocab_size"]  # the data decides
+    if get("max_seq_len") and not get("seq_length"):
+        put("seq_length", get("max_seq_len"), "max_seq_len")
+    multiple = get("_vocab_multiple")
+    if multiple:
+        rows = multiple * number(get("tp_size", 1))
+        put("vocab_multiple_of", rows, "_vocab_multiple", "tp_size")
+    has_shape = bool(set(SHAPE) & found.flags.keys())
+    if has_shape and not get("hf_config") and not get("model_variant"):
+        put("model_variant", BASE)
+
+
+def _combine_batch(found: Translation) -> None:
+    """A pipeline here divides the batch of a rank; elsewhere a rank's steps are its micro-batches."""
+    get, put = found.get, found.set
+    if number(get("pp_size", 1)) <= 1 or "pp_micro_batch_size" in found.flags:
+        return
+    put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
+    micro = found.flags.pop("batch_size", None)
+    if get("global_batch_size"):
+        put("grad_accum_steps", 1, "pp_micro_batch_size")
+    elif micro is not None:
+        rows = number(micro[0]) * number(get("grad_accum_steps", 1))
+        put("batch_size", rows, "pp_micro_batch_size", "grad_accum_steps")
+        put("grad_accum_steps", 1, "grad_accum_steps")
+
+
+def _combine_schedule(found: Translation) -> None:
+    end = ""
+    if found.get("num_steps"):
+        end = str(number(found.get("num_steps")))
+    elif found.get("num_samples"):
+        end = f"{number(found.get('num_samples'))}samples"
+    fraction = found.get("_warmup_fraction")
+    if fraction:  # of the decay
+        length = str(found.get("lr_decay") or end)
+        unit = "samples" if length.endswith("samples") else ""
+        steps = length.removesuffix("samples")
+        if steps:
+            warmup = f"{round(fraction * number(steps))}{unit}"
+        else:
+            warmup = str(fraction)
+        found.set("warmup", warmup, "_warmup_fraction")
+    is_whole_run = bool(end) and str(found.get("lr_decay")) == end
+    if is_whole_run and found.get("lr_schedule") != "wsd":
+        found.set("lr_decay", None, "lr_decay")
+
+
+def _combine_layout(found: Translation) -> None:
+    layers = found.get("_recompute_layers")
+    if layers and found.get("recompute") == "blocks":
+        if found.get("_recompute_method") == "block":
+            total = number(found.get("num_layers"))
+            share = f"{min(layers * number(found.get('pp_size', 1)), total)}/{total}"
+            found.set("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
+        else:
+            found.set("recompute_segment", layers, "_recompute_layers", "_recompute_method")
+    devices = found.get("_num_devices")
+    if devices:
+        found.commands.append(f"for {counted(devices, 'device')}")
+
+
+def _other_axes(found: Translation) -> int:
+    """Returns the number of devices that read the same sequences."""
+    sizes = (number(found.get(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
+    return math.prod(max(1, size) for size in sizes)
+
+
+def _combine_data(found: Translation) -> None:
+    """Names the sources of the data, and adds the command that makes their shards."""
+    kind = next((each for each in _PATHS if found.get(each) not in (None, True)), "")
+    if not kind:
+        return
+    paths, weights = _read_sources(found, kind)
+    names = [re.sub("(_text)?(_document)?$", "", Path(path).name) or "data" for path in paths]
+    names = [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
+    sources = (kind, "_data_weights", "_split")
+    found.set("data_path", "data", *sources)
+    found.set("datasets", names, *sources)
+    if weights and len(weights) != len(names):
+        found.status |= dict.fromkeys(found.flags["_data_weights"][1], "undecided")
+    elif len(names) > 1 and weights:
+        found.set("weights", weights, *sources)
+
+    if kind == "_dataset":
+        command, files = "prepare", [f"FOLDER_OF_{path}" for path in paths]
+    elif kind == "_prefixes":
+        command, files = "convert", [f"{path}.idx" for path in paths]
+    else:
+        command, files = "convert", paths
+    inputs = ",".join(f"{name}={file}" for name, file in zip(names, files, strict=True))
+    options = f"--input={shlex.quote(inputs)} --output=data"
+    split = re.sub(r"[\[\] ]", "", str(found.get("_split") or ""))
+    if split:
+        options += f" --split={split}"
+    found.commands.append(f"python -m fms_fsdp {command} {options} --tokenizer=TOKENIZER")
+
+
+def _read_sources(found: Translation, kind: str) -> tuple[list[str], list[Any]]:
+    """Returns the paths of the data and their weights, if it has some.
+
+    Raises:
+        UserError: a weight is not a number.
+    """
+    given = found.get(kind)
+    items = [str(each) for each in (given if isinstance(given, list) else str(given).split(","))]
+    if len(items) > 1 and parse_number(items[0]) is not None:  # 0.3 a 0.7 b
+        weights, paths = items[::2], items[1::2]
+        source = kind
+    else:
+        own = found.get("_data_weights") or []
+        weights, paths = own if isinstance(own, list) else [own], items
+        source = "_data_weights"
+    try:
+        return paths, [number(weight) for weight in weights]
+    except UserError as error:
+        keys = found.flags[source][1]
+        raise (unusable(keys[0], error) if keys else error) from None
