@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fms_fsdp.console import open_closed_streams
+from fms_fsdp.console import set_up_streams
 from fms_fsdp.cpu_tuning import before_torch
 from fms_fsdp.errors import check_installed
 
-open_closed_streams()
+set_up_streams()
 check_installed()
 before_torch()
 
