@@ -251,11 +251,19 @@ def coerce(row: Flag, value: Any) -> Any:
         return _coerce_one(row, value)
     items = value if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
-        text = value if row.form.startswith("text") else value.strip("[]() ")
-        items = text.split(",") if text else []
+        items = _split_items(row, value)
         if any(not (item if row.form.startswith("text") else item.strip()) for item in items):
             raise UserError(f"--{row.name}={shown(value)} must not have an empty item; write a,b")
     return tuple(_coerce_one(row, item) for item in items)
+
+
+def _split_items(row: Flag, value: str) -> list[str]:
+    """Returns the items of a list; within a text, \\, is a comma, as `typed` writes it."""
+    if not row.form.startswith("text"):
+        value = value.strip("[]() ")
+        return value.split(",") if value else []
+    parts = re.split(r"(?<!\\),", value) if value else []
+    return [part.replace(r"\,", ",") for part in parts]
 
 
 def _coerce_one(row: Flag, value: Any) -> Any:
