@@ -255,7 +255,9 @@ def log_plan(launch: Launch) -> None:
     if launch.world.rank == 0 and not launch.parsed.dry_run:  # a dry run reads no tokens
         startup_log.warn_of_missing_labels(launch.stream)
     found = launch.found
-    startup_log.log_startup(run, found.resume, launch.data_changes, budget, found.corpus)
+    startup_log.log_startup(
+        run, found.resume, launch.data_changes, budget, found.corpus, launch.held_out
+    )
 
 
 def open_run(launch: Launch, status: RunStatus) -> tuple[int, int | None]:
