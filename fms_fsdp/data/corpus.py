@@ -131,15 +131,17 @@ def open_corpus(
         docs, tokens = np.array([counts[path] for path in shards], np.int64).reshape(-1, 2).T
         weight, content = weights.get(name, 0.0), content_fingerprint(storage, shards)
         source = Source(name, shards, docs, tokens, delimiter, weight, content)
+        # The sum of counts that are too large may wrap around to a small number.
+        most = max(source.num_tokens, int(tokens.max(initial=0)))
+        if most >= MAX_TOKENS:
+            raise UserError(
+                f"source {name} has {most} tokens, but must have fewer than {MAX_TOKENS:,}; split the "
+                "source"
+            )
         if source.num_tokens < section.seq_length:
             raise ShortSource(
                 f"source {name} has {source.num_tokens} tokens, but must have at least one sequence "
                 f"(--seq_length={section.seq_length}); lower --seq_length, or remove the source"
-            )
-        if source.num_tokens >= MAX_TOKENS:
-            raise UserError(
-                f"source {name} has {source.num_tokens:,} tokens, but must have fewer than "
-                f"{MAX_TOKENS:,}; split the source"
             )
         for number, path in enumerate(shards):
             if check_shards and path in opened:
