@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fms_fsdp.console import open_closed_streams
+from fms_fsdp.console import set_up_streams
 from fms_fsdp.cpu_tuning import before_torch
 from fms_fsdp.errors import check_installed
 
-open_closed_streams()
+set_up_streams()
 check_installed()
 before_torch()
 
@@ -255,7 +255,9 @@ def log_plan(launch: Launch) -> None:
     if launch.world.rank == 0 and not launch.parsed.dry_run:  # a dry run reads no tokens
         startup_log.warn_of_missing_labels(launch.stream)
     found = launch.found
-    startup_log.log_startup(run, found.resume, launch.data_changes, budget, found.corpus)
+    startup_log.log_startup(
+        run, found.resume, launch.data_changes, budget, found.corpus, launch.held_out
+    )
 
 
 def open_run(launch: Launch, status: RunStatus) -> tuple[int, int | None]:

@@ -179,7 +179,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
             "first_stall_s": rows[0]["stall_s"],
             "rounds": rows,
         }
-        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     os._exit(0)
 
 
@@ -215,7 +215,9 @@ def launch_workers(options: argparse.Namespace) -> dict[str, Any]:
     threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
     environment = os.environ | {"OMP_NUM_THREADS": threads}
     subprocess.run([*command, "--worker"], cwd=ROOT, env=environment, check=True)
-    result: dict[str, Any] = json.loads((options.folder / "result.json").read_text())
+    result: dict[str, Any] = json.loads(
+        (options.folder / "result.json").read_text(encoding="utf-8")
+    )
     return result
 
 

@@ -96,7 +96,7 @@ def make_corpus(root: Path, num_tokens: int, num_docs: int, layout: str) -> None
             write_shard(root / name, lengths, tokens, layout)
             rows.append((name, len(lengths), len(tokens)))
     (root / "meta").mkdir(exist_ok=True)
-    with open(root / "meta" / "counts.csv", "w", newline="") as sink:
+    with open(root / "meta" / "counts.csv", "w", newline="", encoding="utf-8") as sink:
         csv.writer(sink).writerows([("dataset/filename", "documents", "tokens"), *rows])
 
 
@@ -105,7 +105,7 @@ def make_corpus(root: Path, num_tokens: int, num_docs: int, layout: str) -> None
 
 def resident_mib() -> float:
     """Returns the resident memory that is not backed by files."""
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         kib = {line.split(":")[0]: line.split()[1] for line in status if line.startswith("Rss")}
     return int(kib["RssAnon"]) / 1024
 

@@ -66,7 +66,7 @@ def their_model(model: Llama) -> Any:
 
     content = config_to_hf(model.config)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(content))
+        Path(folder, "config.json").write_text(json.dumps(content), encoding="utf-8")
         auto: Any = AutoModelForCausalLM
         theirs = auto.from_config(AutoConfig.from_pretrained(folder)).eval()
     ours = model.state_dict()

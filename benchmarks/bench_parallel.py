@@ -246,7 +246,7 @@ def _growth(device: torch.device) -> Callable[[], float]:
 
 def _resident_mib(field: str) -> float:
     """A field of this process's memory: VmRSS now, VmHWM at most."""
-    text = Path("/proc/self/status").read_text()
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(text.partition(f"{field}:")[2].split()[0]) / 1024
 
 

@@ -98,7 +98,7 @@ def run_case(case: Case, own: dict[str, str]) -> dict[str, Any]:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=float(own["timeout_s"])
         )
-        status = json.loads((folder / "status.json").read_text())
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
         reports, validations = read_reports(folder, int(settings["report_interval"]))
     except subprocess.TimeoutExpired:
         return {"case": case, "problem": f"no end after {own['timeout_s']} s"}
@@ -139,7 +139,10 @@ def lacks_memory(problem: str) -> bool:
 
 def read_reports(folder: Path, interval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the reports of training after the first interval, which compiles, and of validation."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     reports = [record for record in records if "loss" in record and record["step"] > interval]
     return reports, [record for record in records if "eval/loss" in record]
 

@@ -115,7 +115,7 @@ def mistyped(name: str, env: Path) -> dict[str, Any]:
 
 def anonymous_mib() -> float:
     """Resident memory that no file backs."""
-    text = Path("/proc/self/status").read_text()
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(text.partition("RssAnon:")[2].split()[0]) / 1024
 
 
@@ -150,8 +150,12 @@ def ours(data: Path, state: Path) -> tuple[Callable[[], Any], Callable[[], int]]
     stream = bench_data.open_stream(bench_data.section_of(str(data)), ROWS)
     saved = state / "stream.json"
     if saved.exists():
-        stream.load_state_dict(json.loads(saved.read_text()), WARM_BATCHES + BATCHES)
-    return stream.next_batch, lambda: saved.write_text(json.dumps(stream.state_dict()))
+        stream.load_state_dict(
+            json.loads(saved.read_text(encoding="utf-8")), WARM_BATCHES + BATCHES
+        )
+    return stream.next_batch, lambda: saved.write_text(
+        json.dumps(stream.state_dict()), encoding="utf-8"
+    )
 
 
 def load(name: str, data: Path, state: Path) -> dict[str, float]:
@@ -232,13 +236,13 @@ def main() -> None:
 
         bench_data.make_corpus(flags.data, 150_000_000, 250_000, "documents")
         counts = flags.data / "meta" / "counts.csv"
-        listed = counts.read_text()  # fms-fsdp wants a slash before the names
-        counts.write_text(re.sub(r"^(?=[a-z]+/shard)", "/", listed, flags=re.M))
+        listed = counts.read_text(encoding="utf-8")  # fms-fsdp wants a slash before the names
+        counts.write_text(re.sub(r"^(?=[a-z]+/shard)", "/", listed, flags=re.M), encoding="utf-8")
         for name in {"ours", "fms_fsdp"} & result.keys():
             result[name]["loader"] = loaders(
                 name, getattr(flags, name).absolute(), flags.data.absolute()
             )
-    flags.output.write_text(json.dumps(result, indent=1) + "\n")
+    flags.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written: {flags.output}")
 
 

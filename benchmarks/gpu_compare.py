@@ -89,7 +89,10 @@ TARGETS = (
 
 def records(run: Path) -> dict[int, dict[str, Any]]:
     """The reports of a run by step; an event, such as a spike, can name a loss too."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return {line["step"]: line for line in lines if "loss" in line and "event" not in line}
 
 
@@ -183,7 +186,7 @@ def throughput(runs: Path, part: int) -> Iterator[Row]:
     memory than the targets stand for their sweeps do not run, but those of smaller cases."""
     best: dict[tuple[str, str], float] = {}
     for path in sorted(runs.glob("*.json")):
-        for result in json.loads(path.read_text())["results"]:
+        for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
             rate = result.get(RATE, 0.0)
             for metric in (RATE, "mfu"):
                 key = path.stem.partition(".")[0], metric
@@ -228,7 +231,7 @@ def _records(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def main() -> None:
@@ -247,7 +250,7 @@ def main() -> None:
     from fms_fsdp.distributed.runtime import versions
 
     path = folder / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results[f"part {part}"] = {
         "command": f"bash scripts/gpu_session.sh {part}",
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
@@ -255,7 +258,7 @@ def main() -> None:
         "passes": bool(rows) and all(row.passes for row in rows),
         "rows": [row._asdict() for row in rows],
     }
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("| what | found | wanted | passes |\n|---|---|---|---|")
     for row in rows:
         print(f"| {row.what} | {row.found} | {row.wanted} | {'yes' if row.passes else 'NO'} |")

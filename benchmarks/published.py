@@ -94,7 +94,7 @@ def read_published(path: Path) -> list[Published]:
     Raises:
         UserError: the header is none of the two, or a row cannot be read.
     """
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     if not rows:
         raise UserError(f"FILE ({path}) must have a header and rows; it has none")

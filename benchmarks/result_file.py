@@ -34,7 +34,7 @@ def about_machine() -> dict[str, Any]:
     from fms_fsdp.distributed.runtime import versions
 
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "command": " ".join(["python", *sys.argv]),
@@ -54,5 +54,5 @@ def write_result(result: Mapping[str, Any], output: Path | None) -> None:
     """Writes the result to `output`, by default a new file in the temporary folder; prints its path."""
     path = output or Path(tempfile.mkdtemp(prefix="benchmark_")) / "result.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path}", file=sys.stderr)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
-import io
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fms_fsdp.console import open_closed_streams
+from fms_fsdp.console import set_up_streams
 from fms_fsdp.cpu_tuning import before_torch
 from fms_fsdp.errors import (
     PROGRAM,
@@ -86,7 +85,7 @@ REMOVED = {  # command -> what to use in its place
 
 def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     """Runs one command; returns its exit status."""
-    open_closed_streams()
+    set_up_streams()
     check_installed()
     if argv[:1] == ["--version"]:
         from fms_fsdp.run.listings import print_listing
@@ -113,8 +112,6 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     from fms_fsdp.config.parse import parse_flags
 
     before_torch()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be UTF-8
     run = find_command(command)
     gc.enable()
     config_type = typing.get_type_hints(run)["config"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -13,15 +14,18 @@ _LOSSES = re.compile(r"(?<=\bloss )[0-9.]+|(?<=\bval )[0-9.]+")
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 
 
-def open_closed_streams() -> None:
+def set_up_streams() -> None:
     """Opens /dev/null in place of a closed stdout or stderr (`>&-`), which Python makes None.
 
+    stdout also prints a character that the locale's encoding lacks as an escape, as stderr does.
     Call it before anything else opens a file, which would get the free descriptor.
     """
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class Console(logging.StreamHandler[TextIO]):

@@ -88,8 +88,8 @@ def keep_freed_memory() -> bool:
 def process_age_s() -> float:
     """Returns the seconds since this process was started; 0 if the kernel does not tell."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        uptime_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
         return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0

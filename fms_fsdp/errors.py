@@ -27,10 +27,19 @@ _STORAGE_FAILURES = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO}
 _STORAGE_FAILURES |= {errno.ENOTCONN, errno.EHOSTDOWN}
 
 
+def is_installed(name: str) -> bool:
+    """Returns whether a package can be imported.
+
+    A folder of its name is not the package: wandb writes its files into a folder wandb.
+    """
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None  # a folder without __init__.py has none
+
+
 def check_installed() -> None:
     """Ends the process with one line, where a package is missing: mostly the environment is not active."""
     for name in _PACKAGES:
-        if importlib.util.find_spec(name) is None:
+        if not is_installed(name):
             remedy = (
                 "source .venv/bin/activate (bash scripts/train.sh makes it), or pip install -e ."
             )

@@ -116,7 +116,7 @@ def map_or_read(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; {} if the file is missing or contains no JSON object."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -18,6 +18,7 @@ from fms_fsdp.errors import (
     UserError,
     checking_input,
     import_function,
+    is_installed,
 )
 from tests import cli
 
@@ -136,3 +137,13 @@ def test_error_of_users_module_is_passed_on(
         import_function("raises_at_import:build", "--model_builder")
     assert not isinstance(raised.value, UserError)
     assert import_function("os:getcwd", "--model_builder") is os.getcwd
+
+
+def test_folder_is_not_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb writes into a folder wandb of the working folder, from which Python imports."""
+    for name in ("some_tracker", "other_tracker"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other_tracker/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [is_installed(name) for name in ("some_tracker", "other_tracker", "no_tracker")]
+    assert found == [False, True, False]

@@ -22,14 +22,18 @@ import torch.nn.functional as F
 import fms_fsdp
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.folders import problem
-from fms_fsdp.config import DataConfig, EvalConfig
+from fms_fsdp.config import BatchPlan, DataConfig, EvalConfig, TrainConfig
+from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.tokenizer import ByteTokenizer
 from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
+from fms_fsdp.errors import UserError
+from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
 from tests.run.test_launch import wait_for
+from tests.specs import resolved
 from tests.warm import COMMANDS, launch, running
 
 SEQ = 32
@@ -191,7 +195,8 @@ def test_stop_abandons_validations_under_way(tmp_path: Path) -> None:
         process.kill()
         process.join(20)
     assert saved(tmp_path, 4)["evaluation_pending"] and not problem(last)
-    trained(*argv, "--num_steps=4", short)
+    output = trained(*argv, "--num_steps=4", short)
+    assert "note: validation reads synthetic 2 sequences instead of " in output
     assert list(evaluations(tmp_path, 4)) == [4] and status(tmp_path)["status"] == "finished"
     assert saved(tmp_path, 4)["validation_loss"] == evaluations(tmp_path, 4)[4]["eval/loss"]
     assert "evaluation_pending" not in saved(tmp_path, 4) and not problem(last)
@@ -347,6 +352,27 @@ def test_bad_held_out_data_is_rejected(
     }
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         held_out(given.pop("data", corpus), **given)
+
+
+def test_short_validation_source_names_its_cure(corpus: Path) -> None:
+    longest = max(source.stream.corpus.sources[0].num_tokens for source in held_out(corpus))
+    data = DataConfig(data_path=str(corpus), seq_length=longest + 1)
+    message = (
+        "^--eval_data_path: validation source code has .*; name longer sources in --eval_datasets"
+    )
+    with pytest.raises(UserError, match=message):
+        opened(data, 1, eval_interval=1)
+
+
+def test_changed_batch_is_noted_for_validation(corpus: Path) -> None:
+    cfg = parse_flags(TrainConfig, ["--eval_interval=1", "--eval_steps=3"])
+    before = resolved(cfg, batch=BatchPlan(4, 1, 1))
+    after = resolved(cfg, batch=BatchPlan(6, 1, 1))
+    assert changed_validation(before, before, held_out(corpus, num_rows=12)) == ""
+    assert changed_validation(after, before, held_out(corpus, num_rows=18)) == (
+        "validation reads code 18 sequences instead of 12, docs 18 sequences instead of 12, so its "
+        "losses do not continue the earlier ones; --eval_steps=2 reads as many as before"
+    )
 
 
 def test_object_store_equals_a_folder(corpus: Path) -> None:

@@ -65,6 +65,7 @@ def parse(*argv: str) -> TrainConfig:
         ("--sharding_strategy=", None),
         ("--datasets=a-b,lang=en/dataset=cc", ("a-b", "lang=en/dataset=cc")),
         ("--sample_prompts=def main(,The ", ("def main(", "The ")),
+        (r"--sample_prompts=Dear all\, we,The ", ("Dear all, we", "The ")),
         ("--run_name=1e5", "1e5"),
         ("--run_name=007", "007"),
     ],
@@ -508,7 +509,10 @@ def test_paths_with_unexpanded_variables_are_rejected(command: str, name: str, o
 
 def test_logged_flags_can_be_copied() -> None:
     given = ["--data_path=/data/the first corpus", "--datasets=a,b", "--sample_interval=5"]
-    given += ["--sample_prompts=It's $HOME,The end", f"--output_dir=/runs/{'long name ' * 12}x"]
+    given += [
+        r"--sample_prompts=It's $HOME\, or,The end",
+        f"--output_dir=/runs/{'long name ' * 12}x",
+    ]
     parsed = parse_with_origins(TrainConfig, given)
     label, *copied = shlex.split(describe_changes(parsed))
     assert label == "flags:" and parse(*copied) == parsed.config

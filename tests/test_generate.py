@@ -174,8 +174,11 @@ def test_prompt_may_have_spaces_and_lines() -> None:
     read = partial(parse_flags, GenerateConfig)
     text = " def f(x):\n\treturn x\r\n\u00a0\u2028👩‍👧"
     assert read([f"--prompt={text}"]).prompt == text
-    for wrong in ("--prompt=a\x1b[2J", "--prompt=\ud800"):
-        with pytest.raises(UserError, match="must not contain control characters"):
+    for wrong, rule in (
+        ("--prompt=a\x1b[2J", "must not contain control characters"),
+        ("--prompt=\udcc3", "must be text in the encoding of the locale"),
+    ):
+        with pytest.raises(UserError, match=rule):
             read([wrong])
 
 

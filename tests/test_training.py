@@ -112,7 +112,9 @@ def test_load_path_continues_or_starts_afresh(whole: Path, tmp_path: Path) -> No
     argv = [*TINY, f"--ckpt_load_path={whole / 'checkpoints' / 'step_4'}"]
     trained(*argv, "--num_steps=6", f"--output_dir={tmp_path / 'on'}")
     assert losses(tmp_path / "on") == losses(whole)[4:6]
-    trained(*argv, "--num_steps=1", "--load_model_only=True", f"--output_dir={tmp_path / 'fresh'}")
+    argv = [*TINY, f"--ckpt_load_path={whole}", "--load_model_only=True"]  # a run directory
+    output = trained(*argv, "--num_steps=1", f"--output_dir={tmp_path / 'fresh'}")
+    assert f"loading weights only, from step 8 of {whole / 'checkpoints'}" in output
     ((step, record),) = metrics(tmp_path / "fresh").items()
     first = metrics(whole)[1]
     assert step == 1 and record["data_fingerprint"] == first["data_fingerprint"]

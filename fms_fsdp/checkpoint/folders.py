@@ -262,6 +262,12 @@ def corrupt_files(folder: Path, rank: int = 0, num_ranks: int = 1) -> list[str]:
     return corrupt
 
 
+def checkpoint_root(path: Path) -> Path:
+    """Returns the folder of checkpoints of a run directory; any other path is returned unchanged."""
+    inside = path / "checkpoints"
+    return inside if is_folder(inside) else path
+
+
 def checkpoint_steps(root: Path) -> list[int]:
     """Returns the steps of the folders that are named as complete checkpoints, ascending."""
     found = (_STEP.fullmatch(path.name) for path in root.iterdir()) if is_folder(root) else ()

@@ -51,8 +51,8 @@ from fms_fsdp.checkpoint.folders import (
     open_file,
     rename_aside,
 )
-from fms_fsdp.config.values import format_bytes
-from fms_fsdp.distributed.runtime import gather_objects
+from fms_fsdp.config.values import counted, format_bytes, shown
+from fms_fsdp.distributed.runtime import gather_objects, log, min_over_ranks
 from fms_fsdp.errors import FULL_DISK, StorageError, UserError, read_failed
 from fms_fsdp.files import free_bytes, sync_folder, sync_to_disk
 from fms_fsdp.models.init import clean_name
@@ -60,6 +60,7 @@ from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.state import TrainMetadata
 
 Tensors = dict[str, torch.Tensor]
+_MOST_NAMED = 5  # tensors in a warning
 
 # DCP warns about a single process even with no_dist=True. The filter is global because saves run in
 # a thread, where warnings.catch_warnings has no effect.
@@ -137,6 +138,7 @@ def load_checkpoint(
     tensors, reader, failure = collect_tensors(model, optimizers), CheckpointReader(folder), None
     rank, num_ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
     _on_every_rank(reader.read_metadata, folder, is_alone)
+    _warn_of_extra_weights(tensors, reader, is_alone=is_alone)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         check = pool.submit(corrupt_files, folder, rank, num_ranks) if verify else None
         try:
@@ -151,6 +153,34 @@ def load_checkpoint(
         prefix = "optimizer."
         state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         optimizers.load_state_dict(state)
+
+
+def _warn_of_extra_weights(tensors: Tensors, reader: CheckpointReader, *, is_alone: bool) -> None:
+    """Names the weights of a checkpoint that the model lacks (collective unless `is_alone`)."""
+    prefix = "model."
+    names = reader.read_metadata().state_dict_metadata
+    stored = [name for name in names if name.startswith(prefix)]
+    is_extra = [int(name not in tensors) for name in stored]
+    if not is_alone:
+        is_extra = min_over_ranks(
+            is_extra
+        )  # a rank of a pipeline has the weights of its stage alone
+        if dist.get_rank() > 0:
+            return
+    extra = []
+    for name, is_missing in zip(stored, is_extra, strict=True):
+        if is_missing:
+            extra.append(name.removeprefix(prefix))
+    if not extra:
+        return
+    more = f" and {len(extra) - _MOST_NAMED} more" if len(extra) > _MOST_NAMED else ""
+    log.warning(
+        "skipped %s of %s that the model does not have: %s%s",
+        counted(len(extra), "tensor"),
+        reader.path,
+        shown(", ".join(sorted(extra)[:_MOST_NAMED])),
+        more,
+    )
 
 
 def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ import dataclasses
 import inspect
 import os
 import re
+import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -35,8 +36,9 @@ C = TypeVar("C")
 
 _LARGEST = {int: 10**15, float: 1e30}  # of a number whose row has no `max`
 _MAX_TEXT = 1024  # characters
-# forbidden in every text: control characters other than tabs and line ends, lone surrogates
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+# forbidden in every text: control characters other than tabs and line ends
+_UNDECODED = re.compile("[\ud800-\udfff]")
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _BOOLS = dict.fromkeys(("true", "1", "yes", "on"), True)
 _BOOLS |= dict.fromkeys(("false", "0", "no", "off"), False)
 _EXAMPLES = {
@@ -251,11 +253,19 @@ def coerce(row: Flag, value: Any) -> Any:
         return _coerce_one(row, value)
     items = value if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
-        text = value if row.form.startswith("text") else value.strip("[]() ")
-        items = text.split(",") if text else []
+        items = _split_items(row, value)
         if any(not (item if row.form.startswith("text") else item.strip()) for item in items):
             raise UserError(f"--{row.name}={shown(value)} must not have an empty item; write a,b")
     return tuple(_coerce_one(row, item) for item in items)
+
+
+def _split_items(row: Flag, value: str) -> list[str]:
+    """Returns the items of a list; within a text, \\, is a comma, as `typed` writes it."""
+    if not row.form.startswith("text"):
+        value = value.strip("[]() ")
+        return value.split(",") if value else []
+    parts = re.split(r"(?<!\\),", value) if value else []
+    return [part.replace(r"\,", ",") for part in parts]
 
 
 def _coerce_one(row: Flag, value: Any) -> Any:
@@ -294,6 +304,11 @@ def _number(row: Flag, text: str, quoted: str) -> int | float:
 
 def _coerce_text(row: Flag, text: str, quoted: str) -> str:
     is_verbatim = row.form.startswith("text")
+    if _UNDECODED.search(text):  # Python passes bytes that it cannot decode as surrogates
+        raise UserError(
+            f"{quoted} must be text in the encoding of the locale ({sys.getfilesystemencoding()}); set "
+            "LC_ALL=C.UTF-8, or rename what it names"
+        )
     if _CONTROLS.search(text) if is_verbatim else not text.isprintable():
         raise UserError(f"{quoted} must not contain control characters; remove them")
     if len(text) > _MAX_TEXT:

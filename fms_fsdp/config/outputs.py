@@ -51,7 +51,8 @@ class EvalConfig:
     """Steps between generated texts, also after the last step; 0 is off; requires a tokenizer in
     the folder of the data."""
     sample_prompts: tuple[str, ...] = flag((), form="text or file", needs="sample_interval")
-    """Prompts of generated texts, or a file with one prompt per line (default: a new document)."""
+    r"""Prompts of generated texts, or a file with one prompt per line (default: a new document);
+    \, is a comma within a prompt."""
 
     @property
     def is_on(self) -> bool:
@@ -100,8 +101,8 @@ class CheckpointConfig(KeepConfig):
     """Folder of checkpoints, which the run saves and resumes from (default: checkpoints/ in the
     run directory)."""
     ckpt_load_path: str = flag("", form="path", in_name=True)
-    """Checkpoint folder, or one step_<N> folder, to start from if ckpt_save_path holds no
-    checkpoint."""
+    """Run directory, folder of checkpoints, or one step_<N> folder, to start from if ckpt_save_path
+    holds no checkpoint."""
     resuming_dataset: bool = flag(True, in_name=True, needs="ckpt_load_path")
     """Resume the data where the run of ckpt_load_path stopped; False keeps only step and
     optimizer; no effect with load_model_only."""

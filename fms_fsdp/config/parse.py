@@ -284,7 +284,7 @@ def _find_file(name: str, folder: str) -> Path:
 def _read_file(path: Path, table: Mapping[str, Flag], command: str) -> dict[str, Any]:
     """Returns flat name -> value of a TOML or JSON file, whose tables are sections."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(

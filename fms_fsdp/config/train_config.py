@@ -133,7 +133,9 @@ def check_removed(name: str, value: Any) -> bool:
 @cache
 def other_programs() -> dict[str, dict[str, Any]]:
     """Returns the tables of other_programs.toml: flags of other programs, and flags that were removed."""
-    return tomllib.loads((Path(__file__).parent / "other_programs.toml").read_text())
+    return tomllib.loads(
+        (Path(__file__).parent / "other_programs.toml").read_text(encoding="utf-8")
+    )
 
 
 def answers_for_others() -> dict[str, str]:

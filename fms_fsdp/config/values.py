@@ -70,8 +70,10 @@ def joined(values: Any) -> str:
 
 
 def typed(value: Any) -> str:
-    """Returns a value exactly as the command line takes it."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """Returns a value exactly as the command line takes it; a comma within an item is escaped."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join(str(item).replace(",", r"\,") for item in value)
 
 
 def short(value: float, digits: int = 6) -> str:

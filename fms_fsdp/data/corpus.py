@@ -94,6 +94,10 @@ class Corpus:
         return next((source for source in self.sources if source.name == name), None)
 
 
+class ShortSource(UserError):
+    """A source has fewer tokens than one sequence."""
+
+
 def open_corpus(
     section: DataConfig, storage: Files | None = None, *, check_shards: bool = True
 ) -> Corpus:
@@ -127,11 +131,17 @@ def open_corpus(
         docs, tokens = np.array([counts[path] for path in shards], np.int64).reshape(-1, 2).T
         weight, content = weights.get(name, 0.0), content_fingerprint(storage, shards)
         source = Source(name, shards, docs, tokens, delimiter, weight, content)
-        if not section.seq_length <= source.num_tokens < MAX_TOKENS:
+        # The sum of counts that are too large may wrap around to a small number.
+        most = max(source.num_tokens, int(tokens.max(initial=0)))
+        if most >= MAX_TOKENS:
             raise UserError(
+                f"source {name} has {most} tokens, but must have fewer than {MAX_TOKENS:,}; split the "
+                "source"
+            )
+        if source.num_tokens < section.seq_length:
+            raise ShortSource(
                 f"source {name} has {source.num_tokens} tokens, but must have at least one sequence "
-                f"(--seq_length={section.seq_length}) and fewer than {MAX_TOKENS:,} tokens; lower "
-                "--seq_length, split the source, or remove it"
+                f"(--seq_length={section.seq_length}); lower --seq_length, or remove the source"
             )
         for number, path in enumerate(shards):
             if check_shards and path in opened:

@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +31,7 @@ from fms_fsdp.config.values import shown
 from fms_fsdp.data.corpus import SUFFIX
 from fms_fsdp.data.shards import Files
 from fms_fsdp.data.storage import Storage
-from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.errors import MissingInput, UserError, is_installed
 from fms_fsdp.files import safe_name, shown_name, write_atomically
 
 Tokens = npt.NDArray[Any]
@@ -212,7 +211,7 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     path = Path(name).expanduser()
     if path.is_dir():
         names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
-        if find_spec("tokenizers") is None:
+        if not is_installed("tokenizers"):
             names.insert(0, names.pop(1))
         if not (found := [path / each for each in names if (path / each).is_file()]):
             raise MissingInput(f"--tokenizer ({name}) has none of {', '.join(names)}")

@@ -18,7 +18,7 @@ import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch
-from fms_fsdp.data.corpus import Corpus, open_corpus
+from fms_fsdp.data.corpus import Corpus, ShortSource, open_corpus
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import TokenStream, build_stream
@@ -46,6 +46,12 @@ class HeldOut:
     num_rows: int
     stream: TokenStream
     token_bytes: I64 | None
+
+    @property
+    def num_available(self) -> int:
+        """The number of sequences of the source."""
+        (source,) = self.stream.corpus.sources
+        return source.num_tokens // self.stream.section.seq_length
 
     def rows(self, start: int, stop: int) -> Batch:
         """Returns the rows [start, stop); rows past the end are masked."""
@@ -171,6 +177,9 @@ def _scan(
     )
     try:
         corpus = open_corpus(data)
+    except ShortSource as error:
+        problem, _, _ = str(error).rpartition("; ")  # its fix is for sources of the training
+        raise UserError(_about_short_source(found.group, flag, problem)) from error
     except UserError as error:
         text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
         raise type(error)(text) from error
@@ -192,6 +201,13 @@ def _scan(
         )
     table = _token_bytes(corpus, (data.data_path, data_path), found.vocab_size)
     return replace(found, data=data, corpus=corpus, token_bytes=table)
+
+
+def _about_short_source(group: str, flag: str, problem: str) -> str:
+    """Returns the error for a source of held-out data that is shorter than one sequence."""
+    if group == "test":
+        return f"{flag}: test {problem}; lower --seq_length, or remove the source"
+    return f"{flag}: validation {problem}; name longer sources in --eval_datasets, or lower --seq_length"
 
 
 def _open(scanned: HeldOutListing, max_rows: int) -> Iterator[HeldOut]:

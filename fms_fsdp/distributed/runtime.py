@@ -316,7 +316,8 @@ def set_up_log(world: World) -> None:
 
 def log_to_file(path: Path) -> None:
     """Also appends this rank's lines to `path`, with the time."""
-    handler = logging.FileHandler(path)
+    # a name of a file may not be UTF-8
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # metrics.jsonl reports it
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)

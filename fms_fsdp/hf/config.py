@@ -156,7 +156,8 @@ _GELUS = {
 _HARMLESS = frozenset(
     "architectures model_type torch_dtype dtype transformers_version auto_map tokenizer_class name_or_path "
     "is_llama_config unsloth_version unsloth_fixed transformers.js_config torchscript use_bfloat16 "
-    "tf_legacy_loss attn_implementation "
+    "tf_legacy_loss attn_implementation activation custom_pipelines normalize_attention_scores "
+    "apply_query_key_layer_scaling "
     "bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id use_cache "
     "num_logits_to_keep predict_special_tokens max_length min_length do_sample early_stopping num_beams "
     "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
@@ -177,6 +178,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "pruned_heads": ({}, []),
 }
+# Fields of weights that are stored in few bits, by GPTQ, AWQ, bitsandbytes, compressed-tensors, MLX.
+_QUANTIZATION = frozenset(["quantization_config", "compression_config", "quantization"])
+# fields of sliding windows, which classes of full attention do not read
+_WINDOW_FIELDS = ("sliding_window", "max_window_layers")
 # Fields that are on by default in a class: false changes its results.
 _FALSE_MATTERS = frozenset(["is_causal", "scale_attn_weights"])
 # options that no config.json has to express: they change training alone, or the layout in memory
@@ -284,8 +289,15 @@ def _reject_unknown(family: Family, content: Mapping[str, Any]) -> None:
     names = [*family.fields, *family.also.split(), *_HARMLESS]
     if family.theta is not None:
         names += [*family.theta[0], *family.fraction[0], "rope_scaling", "rope_parameters"]
+    if content.get("use_sliding_window") is False:
+        names += _WINDOW_FIELDS
     allowed_values = {**_NEUTRAL, **family.only}
     for name, value in content.items():
+        if name in _QUANTIZATION and value:
+            raise UserError(
+                f"quantized weights ({name} in config.json) are not supported; use a checkpoint of this "
+                "model with fp32, bf16 or fp16 weights"
+            )
         allowed = allowed_values.get(name, ())
         is_off = name not in family.only and (
             value is None or (value is False and name not in _FALSE_MATTERS)
@@ -483,10 +495,12 @@ def _fields(config: TransformerConfig, family: Family) -> dict[str, Any]:
         content["use_sliding_window"] = False
     if family.model_type in ("gpt2", "gpt_neox"):
         name = "activation_function" if family.model_type == "gpt2" else "hidden_act"
-        names = {
+        gelus = {
             ours: theirs for theirs, ours in reversed(_GELUS.items())
         }  # the first name of each
-        content[name] = names.get(config.activation, "gelu")
+        if family.model_type == "gpt_neox":
+            gelus["gelu_tanh"] = "gelu_fast"  # as in NeoX-20B
+        content[name] = gelus.get(config.activation, "gelu")
     if family.model_type == "gpt2":
         content["embd_pdrop"] = config.dropout
     if family.theta is not None:

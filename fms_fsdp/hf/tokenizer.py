@@ -270,14 +270,16 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
                 "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
                 "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
             }
-        path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     settings |= {"tokenizer_class": kind, "eos_token": names[vocabulary.eos_id]}
     settings |= {"bos_token": names[bos_id]} if bos_id is not None else {}
     # llama.cpp adds a BOS token if nothing is said
     settings |= {"add_bos_token": bos_id is not None, "add_eos_token": False}
     settings |= {"clean_up_tokenization_spaces": False}
     settings |= {"model_input_names": ["input_ids", "attention_mask"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=1) + "\n", encoding="utf-8"
+    )
     try:
         from transformers import AutoTokenizer
 

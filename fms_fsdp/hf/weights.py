@@ -40,6 +40,8 @@ _CODES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -185,15 +187,12 @@ def open_checkpoint(folder: Path, flag: str = "path") -> HFCheckpoint:
     try:
         config = read_config(folder / "config.json")
         weights = _with_prefix(config, _open_weights(folder))
+        _reject_quantized(weights)
         expected = check_names(config, weights)
         for name, (_, shape) in expected.items():
             found = weights[name]
             if found.shape != shape:
                 raise UserError(f"{name} has shape {tuple(found.shape)}, expected {tuple(shape)}")
-            if not found.is_floating_point():
-                raise UserError(
-                    f"{name} has dtype {found.dtype}; quantized weights are not supported"
-                )
         embedding = weights[next(iter(expected))]
         for name in weights if config.tie_embeddings else ():
             if name.startswith(_HEADS) and not _equal(weights[name], embedding):
@@ -203,6 +202,19 @@ def open_checkpoint(folder: Path, flag: str = "path") -> HFCheckpoint:
     except UserError as error:
         raise UserError(f"{flag} ({folder}) cannot be loaded: {error}") from None
     return HFCheckpoint(config, weights.__getitem__)
+
+
+def _reject_quantized(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raises UserError for weights of integers or of 8 bits, before their names are compared."""
+    for name, weight in weights.items():
+        is_full = weight.is_floating_point() and weight.itemsize > 1
+        if is_full or name.endswith(_BUFFERS):  # the mask of GPT-2 is no weight
+            continue
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise UserError(
+            f"quantized weights ({shown(name[:999])} is {dtype}) are not supported; use a checkpoint "
+            "of this model with fp32, bf16 or fp16 weights"
+        )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -420,4 +432,6 @@ def save_weights(
             sync_to_disk(file.fileno(), folder / file_name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )

@@ -89,7 +89,7 @@ def memory_stats(device: torch.device) -> dict[str, float]:
             "alloc_retries": stats["num_alloc_retries"],
         }
     try:  # getrusage includes the peak of the parent process before exec
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
         rss, peak = (status.partition(name)[2].split()[0] for name in ("VmRSS:", "VmHWM:"))
         return {"mem_gib": int(rss) / 2**20, "peak_mem_gib": int(peak) / 2**20}
     except (OSError, IndexError, ValueError):

@@ -80,7 +80,7 @@ class StepProfiler:
         table = finished.key_averages().table(self._by, row_limit=20, max_name_column_width=70)
         events = finished.events()  # type: ignore[no-untyped-call]
         summary = path.with_name(path.name.replace("pt.trace.json", "summary.txt"))
-        summary.write_text(f"{summarize(events)}\n\n{table}")
+        summary.write_text(f"{summarize(events)}\n\n{table}", encoding="utf-8")
         log.info("profiler trace %s, summary %s", path, summary.name)
 
 

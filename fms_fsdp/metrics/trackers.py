@@ -139,13 +139,13 @@ class WandbTracker:
             project=cfg.log.tracker_project,
             entity=cfg.log.tracker_entity or None,
             name=cfg.run_name,
-            id=id_file.read_text() if id_file.exists() else None,
+            id=id_file.read_text(encoding="utf-8") if id_file.exists() else None,
             resume="allow",
             dir=cfg.output_dir,
             config=as_dict(cfg),
             settings=wandb.Settings(console="off", quiet=True),
         )
-        id_file.write_text(self._run.id)
+        id_file.write_text(self._run.id, encoding="utf-8")
         # wandb's own counter rejects steps that a resumed run makes again
         self._run.define_metric("*", step_metric="step")
 

@@ -28,6 +28,9 @@ from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.formats import parse_duration
 from fms_fsdp.errors import UserError
 
+# schedules whose learning rate reaches its minimum at the end of the decay
+DECAY_TO_END = frozenset(["cosine", "linear", "square", "polynomial", "wsd", "annealing"])
+
 
 @dataclass(frozen=True)
 class RunLength:

@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def cpu_has_bf16() -> bool:
     """Returns whether this CPU multiplies bf16 natively (AMX, AVX512-BF16 or ARM bf16)."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
     return bool(re.search(r"(?im)^(flags|features)\s.*\b(amx_bf16|avx512_bf16|bf16)\b", text))

@@ -63,7 +63,7 @@ class Device:
 @cache
 def _read(path: Path) -> dict[str, Device]:
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"--hardware={path} cannot be read: {error}; fix the file") from error
     return {name: _device(name, table, path) for name, table in content.items()}
@@ -164,6 +164,6 @@ def _cgroup_limit() -> int | None:
 
 def _text(path: str | Path) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
         return ""

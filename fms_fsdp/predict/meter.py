@@ -23,7 +23,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch._dynamo  # the first dispatch mode, or optimizer, imports it
+import torch._dynamo  # noqa: F401 - the first dispatch mode, or optimizer, imports it
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._distributed_c10d import FakeProcessGroup

@@ -42,7 +42,7 @@ def agent_pid() -> int:
 
 def _parent(pid: int) -> int:
     # The name of the program is in parentheses, and may contain spaces and parentheses.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return int(fields[1])
 
 

@@ -85,7 +85,8 @@ class Exporter:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # the names that it prints may not be UTF-8
             env=os.environ
             | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
             start_new_session=True,

@@ -138,7 +138,7 @@ class Watchdog:
             before = now
             if (silent_s := now - self._alive_at) > self._timeout_s:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._path, "a") as file:
+                with open(self._path, "a", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file)
                 reason = (
                     f"no step for {silent_s:.0f} s (--collective_timeout_s={self._timeout_s:g}); "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 
 import torch
 
 from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import ParallelConfig
 from fms_fsdp.distributed.runtime import World, min_over_ranks, versions
+from fms_fsdp.errors import is_installed
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.precision import cpu_has_bf16
 from fms_fsdp.predict.devices import available_memory, find_device
@@ -57,7 +57,7 @@ class Machine:
     @staticmethod
     def here(world: World, device: torch.device) -> Machine:
         """Returns the machine of this process, without its memory."""
-        missing = [name for name in TRACKER_PACKAGES if find_spec(name) is None]
+        missing = [name for name in TRACKER_PACKAGES if not is_installed(name)]
         machine = Machine(
             world,
             device.type,

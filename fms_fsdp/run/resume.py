@@ -10,6 +10,7 @@ from typing import Any
 from fms_fsdp.checkpoint.folders import (
     Checkpoint,
     CheckpointDeleted,
+    checkpoint_root,
     checkpoint_steps,
     complete_steps,
     corrupt_files,
@@ -145,12 +146,12 @@ def choose_checkpoint(cfg: TrainConfig, corrupt: dict[Path, str] | None = None) 
     if own is not None:
         return _resume(own, own=True)
     if flags.ckpt_load_path:
-        path = Path(flags.ckpt_load_path)
+        path = checkpoint_root(Path(flags.ckpt_load_path))
         given = find_checkpoint(path, corrupt=corrupt, step=flags.resume_step)
         if given is None:
             raise UserError(
-                f"--ckpt_load_path={path} must be a checkpoint root or a complete step_<N> folder, "
-                "but has no checkpoint; check the path"
+                f"--ckpt_load_path={flags.ckpt_load_path} must be a run directory, a folder of "
+                "checkpoints or a complete step_<N> folder, but has no checkpoint; check the path"
             )
         only_weights = flags.load_model_only or given.metadata.weights_only
         return _resume(given, only_weights, fresh_data=not flags.resuming_dataset)

@@ -130,7 +130,7 @@ def lock_folder(
     Raises:
         UserError: another process holds the lock. OSError: the file cannot be written or locked.
     """
-    file = open(folder / ".lock", "a+")
+    file = open(folder / ".lock", "a+", encoding="utf-8")
     deadline = time.monotonic() + patience_s
     while not _try_lock(file, folder):
         if time.monotonic() > deadline:

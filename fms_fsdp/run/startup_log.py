@@ -19,6 +19,7 @@ from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import log, log_for_files
 from fms_fsdp.models.flops import num_params
+from fms_fsdp.optim.schedules import DECAY_TO_END
 from fms_fsdp.predict.devices import available_memory, known_device
 from fms_fsdp.predict.memory import GIB, checkpoint_bytes
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
@@ -221,6 +222,7 @@ def log_startup(
     data_changes: Sequence[str],
     budget: MemoryBudget,
     corpus: Corpus | None,
+    held_out: Sequence[HeldOut] = (),
 ) -> None:
     """Logs warnings, the start of the run, and the changes of this launch."""
     world, start = budget.machine.world, resume.start
@@ -242,20 +244,65 @@ def log_startup(
     if jump := learning_rate_jump(run, resume):
         log.warning(jump)
     if resume.saved is not None:
-        _log_end_of_decay(run, resume.saved, start)
+        for note in (
+            end_of_decay(run, resume.saved, start),
+            changed_validation(run, resume.saved, held_out),
+        ):
+            if note:
+                log.info("note: %s", note)
 
 
-def _log_end_of_decay(run: RunConfig, saved: RunConfig, start: TrainMetadata) -> None:
-    """Logs that a longer run keeps the milestones of its schedule."""
-    in_tokens, end = run.milestones.in_tokens, run.milestones.decay_end
-    last = run.num_steps
-    if in_tokens:
-        last = start.tokens_at(last, run.batch, run.seq_length)
-    decays = run.config.optim.lr_schedule != "constant"
-    if decays and run.num_steps > saved.num_steps and end < last:
-        unit = "token" if in_tokens else "step"
-        text = "note: the learning rate is constant from %s %d; --lr_decay=%d decays to the end"
-        log.info(text, unit, end, run.num_steps)
+def end_of_decay(run: RunConfig, saved: RunConfig, start: TrainMetadata) -> str:
+    """Returns a note if a longer or shorter run keeps the milestones of its schedule; else ""."""
+    schedule = run.config.optim.lr_schedule
+    points = run.milestones
+    unit = "token" if points.in_tokens else "step"
+    last_tokens = start.tokens_at(run.num_steps, run.batch, run.seq_length)
+    last = last_tokens if points.in_tokens else run.num_steps
+
+    if run.num_steps > saved.num_steps and points.decay_end < last and schedule != "constant":
+        return (
+            f"the learning rate is constant from {unit} {points.decay_end}; "
+            f"--lr_decay={run.num_steps} decays to the end"
+        )
+
+    if run.num_steps < saved.num_steps and points.decay_end > last and schedule in DECAY_TO_END:
+        rate = run.schedule(run.num_steps, last_tokens, run.config.optim.learning_rate)
+        length = run.num_steps
+        if schedule == "wsd":  # the length of its last phase
+            begin = points.decay_start
+            if points.in_tokens:
+                begin = start.step_at(begin, run.batch, run.seq_length)
+            length -= begin
+        return (
+            f"the run ends with a learning rate of {rate:.2e}, because its decay ends later, at "
+            f"{unit} {points.decay_end}; --lr_decay={length} decays to the end"
+        )
+    return ""
+
+
+def changed_validation(run: RunConfig, saved: RunConfig, held_out: Sequence[HeldOut]) -> str:
+    """Returns a note if the launch validates on another number of sequences than the last one; else "".
+
+    The number is --eval_steps times the global batch, at most all sequences of the source.
+    """
+    if not saved.config.eval.is_on:
+        return ""
+    rows_before = saved.config.eval.eval_steps * saved.batch.global_batch_size
+    changes = []
+    for source in held_out:
+        if source.group != "eval":  # a test is made once
+            continue
+        before = min(rows_before, source.num_available)
+        if before != source.num_rows:
+            changes.append(f"{source.name} {source.num_rows:,} sequences instead of {before:,}")
+    if not changes:
+        return ""
+    text = f"validation reads {', '.join(changes)}, so its losses do not continue the earlier ones"
+    steps, remainder = divmod(rows_before, run.batch.global_batch_size)
+    if remainder:  # no number of batches reads as many
+        return text
+    return f"{text}; --eval_steps={steps} reads as many as before"
 
 
 def describe_schedule(run: RunConfig, start: TrainMetadata) -> str:

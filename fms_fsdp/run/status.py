@@ -165,8 +165,11 @@ class RunStatus:
         with suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
         if self.folder is not None:
-            with suppress(OSError), open(self.folder / "log.txt", "a") as log:
-                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n"
+            # a name of a file may not be UTF-8
+            encoded = line.encode(errors="backslashreplace")
+            with suppress(OSError), open(self.folder / "log.txt", "ab") as log:
+                log.write(encoded)
 
     def _is_repeated(self, reason: str) -> bool:
         """Returns whether torchrun's attempt before this one ended for the same reason; notes this one."""
@@ -179,8 +182,8 @@ class RunStatus:
             if self._is_on_all_ranks:  # a rank alone may find a disk or a node that recovers
                 final.touch()
             if self.rank == 0 or not now.exists():
-                now.write_text(reason)
-            return before.read_text() == reason
+                now.write_text(reason, encoding="utf-8")
+            return before.read_text(encoding="utf-8") == reason
         return False
 
     def _note(self, name: str) -> Path | None:
@@ -212,6 +215,6 @@ class RunStatus:
         try:
             write_atomically(path, text)
         except OSError:  # a full disk: the old file's block still has room
-            with suppress(OSError), open(path, "r+") as file:
+            with suppress(OSError), open(path, "r+", encoding="utf-8") as file:
                 file.write(text)
                 file.truncate()

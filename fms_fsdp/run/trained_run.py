@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from fms_fsdp.checkpoint.folders import Checkpoint, find_checkpoint
+from fms_fsdp.checkpoint.folders import Checkpoint, checkpoint_root, find_checkpoint
 from fms_fsdp.data.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 from fms_fsdp.errors import UserError, env_rank
 from fms_fsdp.run.resume import checkpoint_tokenizer
@@ -18,8 +18,7 @@ def require_checkpoint(path: str, step: int | None, name: str = "path") -> Check
     Raises: UserError, with `name` as the name of the path.
     """
     folder = Path(path).expanduser()
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = find_checkpoint(root, step) if path else None
+    found = find_checkpoint(checkpoint_root(folder), step) if path else None
     if found is None:
         which = "" if step is None else f" of step {step}"
         rule = f"{name} ({path}) must hold a complete checkpoint{which}"

@@ -134,8 +134,7 @@ def _gib(folder: Path) -> str:
 def _root(path: str) -> Path:
     if not path:
         raise UserError("--path is missing; set --path=runs/NAME")
-    given = Path(path).expanduser()
-    root = given / "checkpoints" if (given / "checkpoints").is_dir() else given
+    root = folders.checkpoint_root(Path(path).expanduser())
     if not root.is_dir():
         raise UserError(f"--path={path} is not a folder; set it to a run directory")
     return root.parent if root.name.startswith("step_") else root

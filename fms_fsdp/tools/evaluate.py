@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +37,7 @@ from fms_fsdp.distributed.runtime import (
     set_up_log,
     shut_down,
 )
-from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.errors import RunFailed, UserError, is_installed
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.generate import TextModel, encode_texts, read_lines
 from fms_fsdp.hf.tokenizer import hf_used_tokenizer
@@ -277,7 +276,7 @@ def _eval_settings(config: EvaluateConfig, cfg: TrainConfig) -> TrainConfig:
 
 def run_tasks(config: EvaluateConfig, subject: _Subject, world: World) -> tuple[Values, str]:
     """Returns the results of lm-evaluation-harness on an export, and its table."""
-    if find_spec("lm_eval") is None:
+    if not is_installed("lm_eval"):
         raise UserError("--tasks requires the package lm-eval; run: pip install 'lm-eval[hf]'")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

@@ -123,7 +123,8 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
 def _write_description(checkpoint: Checkpoint, folder: Path, dtype: str) -> str:
     """Writes model card, config.json and tokenizer; returns a note for the user."""
     model, torch_dtype = checkpoint.metadata.run.model, str(DTYPES[dtype]).removeprefix("torch.")
-    (folder / "README.md").write_text(_card(checkpoint))
+    card = _card(checkpoint).encode(errors="backslashreplace")  # a path may not be UTF-8
+    (folder / "README.md").write_bytes(card)
     tokenizer = recorded_tokenizer(checkpoint)
     eos_id = bos_id = None
     if tokenizer is not None:
@@ -139,7 +140,7 @@ def _write_description(checkpoint: Checkpoint, folder: Path, dtype: str) -> str:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _card(checkpoint: Checkpoint) -> str:

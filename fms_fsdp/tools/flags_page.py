@@ -39,7 +39,8 @@ def markdown(config_type: type[Any]) -> str:
 def _table_row(row: Flag, text: str) -> str:
     text, default = _split_default(text, f"`{shown_value(row.default)}`")
     kind = "" if row.choices else f" {row.kind.__name__}{',…' if row.is_list else ''}"
-    text = re.sub(r"[\w./]*<\w+>[\w./]*", r"`\g<0>`", text)  # Markdown drops <N> outside of code
+    # Markdown drops <N>, and the backslash of \, outside of code
+    text = re.sub(r"[\w./]*<\w+>[\w./]*|\\,", r"`\g<0>`", text)
     sentences = [f"{text}{needs_note(row)}."]
     if row.choices:
         sentences.append(f"One of {', '.join(f'`{choice}`' for choice in row.choices)}.")

@@ -64,6 +64,6 @@ def main(config: ImportConfig) -> None:
     with whole_folder(output) as partial:
         save_weights(partial, shapes, dtype, int(config.max_shard_gb * 1e9), checkpoint.read)
         content = config_to_hf(model, str(dtype).removeprefix("torch."))
-        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(f"{output}: {num_params(model):,} parameters")
     print(f"train on with: --init_from_hf={quote(str(output))}")

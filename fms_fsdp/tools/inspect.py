@@ -131,7 +131,7 @@ def _read_run(folder: str) -> RunConfig:
     if not path.is_file():
         raise MissingInput(f"--run={folder} must be a run directory with config.json; see runs/")
     try:
-        content = dict(json.loads(path.read_text()))
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"--run={folder} has a config.json that cannot be read ({error}); restore it"

@@ -241,7 +241,7 @@ def _parse(found: Translation) -> TrainConfig:
     """Parses the TOML as a launch does."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.toml")
-        path.write_text("\n".join(toml_lines(found)))
+        path.write_text("\n".join(toml_lines(found)), encoding="utf-8")
         try:
             return parse_flags(TrainConfig, [f"--config={path}"])
         except UserError as error:

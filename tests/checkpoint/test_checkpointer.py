@@ -131,6 +131,19 @@ def test_save_and_load_keep_every_bit(tmp_path: Path, in_background: bool) -> No
     assert all(map(torch.equal, moments, values(nn.Identity(), fresh)))
 
 
+def test_weights_that_model_lacks_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 3)
+    model, _ = made(1)
+    del model.head.norm
+    load_checkpoint(tmp_path / "step_3", model, None, is_alone=True)
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert warnings == [
+        f"skipped 1 tensor of {tmp_path}/step_3 that the model does not have: head.norm.weight"
+    ]
+
+
 def test_training_continues_during_background_save(tmp_path: Path) -> None:
     """Changes after `save` returns are not saved."""
     model, optimizer = made(0, width=256)

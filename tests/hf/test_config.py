@@ -16,7 +16,7 @@ from fms_fsdp.hf.config import FAMILIES as TYPES
 from fms_fsdp.hf.config import config_from_hf, config_to_hf
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
-from tests.hf_folders import FAMILIES, write_folder
+from tests.hf_folders import FAMILIES, weights_of, write_folder, write_weights
 
 CONFIGS = json.loads(Path(__file__).with_name("real_configs.json").read_text())
 PARAMETERS = {
@@ -37,6 +37,10 @@ PARAMETERS = {
     "neox_20b": 20_554_567_680,
 }
 HARMLESS: dict[str, Any] = {
+    "activation": "swiglu",  # Falcon3, beside hidden_act
+    "custom_pipelines": {"text-generation": {"impl": "x.Y", "pt": "AutoModelForCausalLM"}},
+    "normalize_attention_scores": True,  # GPT-SW3
+    "apply_query_key_layer_scaling": True,
     "is_llama_config": True,
     "_attn_implementation_autoset": True,
     "predict_special_tokens": True,
@@ -66,6 +70,7 @@ def test_published_config_is_read(name: str) -> None:
 def test_gelu_fast_of_neox_is_tanh_gelu() -> None:
     config = config_from_hf(CONFIGS["neox_20b"])
     assert config == replace(VARIANTS["neox_20b"], vocab_size=50432, vocab_multiple_of=1)
+    assert config_to_hf(config)["hidden_act"] == "gelu_fast"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,7 @@ LLAMA3_ROPE |= {"low_freq_factor": 1, "high_freq_factor": 4}
         ("qwen3", {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 0}),
         ("llama", {"rope_theta": ..., "rope_parameters": {"rope_type": "default"}}),
         ("llama", {"rope_theta": ..., "rope_parameters": ..., "rope_scaling": LLAMA3_ROPE}),
+        ("llama", {"sliding_window": 5, "use_sliding_window": False, "max_window_layers": 1}),
         ("gpt_neox", {"rotary_pct": 0.5, "rope_parameters": ..., "hidden_act": "gelu_fast"}),
     ],
 )
@@ -146,7 +152,11 @@ def test_field_means_what_transformers_reads(
         ("llama", {"is_causal": False}, "is_causal=False is not supported"),
         ("llama", {"attention_multiplier": 0}, "attention_multiplier=0 is not supported"),
         ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (
+            "llama",
+            {"quantization_config": {"bits": 4}},
+            r"^quantized weights \(quantization_config .*; use a checkpoint of this model with fp32",
+        ),
         ("llama", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ("llama", {"sliding_window": 5}, "sliding_window=5 is not supported for llama"),
         (
@@ -196,6 +206,17 @@ def test_field_means_what_transformers_reads(
 def test_unsupported_field_is_rejected(kind: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=text):
         config_from_hf(content_of(kind, **changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32])
+def test_quantized_weights_are_not_supported(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "llama")
+    weights = weights_of("llama")
+    name = "model.layers.0.mlp.up_proj"
+    weights[f"{name}.qweight"] = weights.pop(f"{name}.weight").to(dtype)
+    write_weights(folder, weights)
+    with pytest.raises(UserError, match=rf"quantized weights \({name}.qweight is .*; use a check"):
+        fms_fsdp.load_model(str(folder))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

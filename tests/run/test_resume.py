@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from fms_fsdp.run.resume import (
     list_changes,
 )
 from fms_fsdp.run.setup import find_corpus, open_stream
+from fms_fsdp.run.startup_log import end_of_decay
 from fms_fsdp.state import RunConfig, TrainMetadata
 from tests.checkpoint.signing import flip_a_bit
 from tests.cli import (
@@ -327,10 +329,19 @@ def launch_of(flags: list[str], num_steps: int, resume: ResumePoint = FRESH) -> 
 )
 def test_longer_run_keeps_its_schedule(flags: list[str]) -> None:
     first = launch_of(flags, 1000)
+    notes = dict[int, str]()
     for num_steps in (700, 1000, 2000):
         later = launch_of(flags, num_steps, resume_of(first))
         assert later.milestones == first.milestones
         assert learning_rate_jump(later, resume_of(first)) == ""
+        notes[num_steps] = end_of_decay(later, first, resume_of(first).start)
+    assert re.fullmatch(
+        r"the run ends with a learning rate of \d\.\d\de-0[45], because its decay ends later, at "
+        r"(step 1000|token 80000); --lr_decay=700 decays to the end",
+        notes[700],
+    )
+    assert notes[1000] == ""
+    assert notes[2000].endswith("; --lr_decay=2000 decays to the end")
 
 
 def test_changed_schedule_flag_is_logged() -> None:
@@ -346,3 +357,6 @@ def test_decay_of_wsd_moves_until_begun() -> None:
     assert launch_of(flags, 2000, resume_of(first)).milestones == Milestones(False, 50, 1800, 2000)
     begun = replace(first, milestones=Milestones(False, 50, 590, 1000))
     assert launch_of(flags, 2000, resume_of(begun)).milestones == begun.milestones
+    shorter = launch_of(flags, 700, resume_of(begun))
+    note = end_of_decay(shorter, begun, resume_of(begun).start)
+    assert "--lr_decay=110 decays" in note  # the steps from 590 to 700

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shlex
@@ -206,14 +207,24 @@ def test_exported_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_exports_its_checkpoints(tmp_path: Path) -> None:
-    folder, exports = tmp_path / "a run", tmp_path / "a run" / "exports"
+    folder = tmp_path / "a rün"
+    exports = folder / "exports"
     flags = "--num_kv_heads=2", "--checkpoint_interval=2", "--export_interval=4", "--keep_last_n=1"
     run = make(folder, *flags, "--num_steps=5", nproc=2)
     assert sorted(path.name for path in exports.iterdir()) in (["step_4", "step_5"], ["step_5"])
-    assert export(f"--path={run}", f"--output={tmp_path / 'by_hand'}") == 0
+    # By hand in a locale without UTF-8, although the card has the name of the run directory. As an
+    # argument such a locale cannot spell the name.
+    command = [sys.executable, "-m", "fms_fsdp", "export", "--path=."]
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [*command, f"--output={tmp_path / 'by_hand'}"],
+        cwd=run,
+        env=os.environ | ascii_only,
+        check=True,
+    )
     for path in (tmp_path / "by_hand").iterdir():
         assert (exports / "step_5" / path.name).read_bytes() == path.read_bytes(), path
-    card = (exports / "step_5" / "README.md").read_text()
+    card = (exports / "step_5" / "README.md").read_text(encoding="utf-8")
     copied = shlex.split(card.rpartition("```text\n")[2].partition("```")[0])
     assert f"--output_dir={folder}" in copied and "--num_kv_heads=2" in copied
     (exports / "step_6").mkdir()  # the folder of the next export

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import importlib.util
 import io
 import json
 import lzma
@@ -29,7 +28,7 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.errors import MissingInput, UserError, is_installed
 from fms_fsdp.files import map_or_read
 
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need about 50 times the size of a document
@@ -307,7 +306,7 @@ def _open_stream(path: str) -> Iterator[Any]:
             import gzip
 
             stream: Any = gzip.GzipFile(fileobj=file)  # skips zero padding after a member
-        elif suffix == ".zst" and importlib.util.find_spec("zstandard") is None:
+        elif suffix == ".zst" and not is_installed("zstandard"):
             stream = pa.CompressedInputStream(pa.PythonFile(file), "zstd")  # windows up to 128 MiB
         else:
             stream = _Members(file, _decompressor_of(suffix))

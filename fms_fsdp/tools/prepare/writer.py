@@ -371,7 +371,8 @@ def check_plans(
         UserError: a source was made differently, by another program, or with another tokenizer.
     """
     known = {
-        path.parent.name: json.loads(path.read_text()) for path in _journals(output, "plan.json")
+        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in _journals(output, "plan.json")
     }
     digest, names = plans[0]["tokenizer_digest"], [source.name for source in sources]
     for name, plan in known.items():
@@ -437,7 +438,7 @@ def _journals(output: Path, pattern: str = "") -> list[Path]:
 def _read_entry(path: Path) -> SliceResult:
     """Reads a journal entry. Raises: UserError: it names files other than shards of its source."""
     try:
-        result: SliceResult = json.loads(path.read_text())
+        result: SliceResult = json.loads(path.read_text(encoding="utf-8"))
         named = [(shard["split"], shard["file"]) for shard in result["shards"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         named = [("", "")]
