@@ -81,7 +81,9 @@ def pytest_terminal_summary(
                 seconds[report.nodeid] += report.duration
     for name, duration in seconds.most_common():
         if duration > limit_s:
-            terminalreporter.write_line(f"{duration:5.1f} s  {name}: make it faster, or mark it slow")
+            terminalreporter.write_line(
+                f"{duration:5.1f} s  {name}: make it faster, or mark it slow"
+            )
 
 
 @pytest.fixture(scope="session")
