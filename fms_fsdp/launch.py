@@ -170,7 +170,7 @@ def find_host(variables: Mapping[str, str]) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST", "")
     if nodes:
         command = ["scontrol", "show", "hostnames", nodes]
-        return subprocess.check_output(command, env=dict(variables), text=True).split()[0]
+        return subprocess.check_output(command, env=dict(variables), encoding="utf-8").split()[0]
     host = variables.get("MASTER_ADDR", "")
     if not host:
         raise UserError(
@@ -205,7 +205,7 @@ def count_gpus(variables: Mapping[str, str]) -> int:
     if not shutil.which("nvidia-smi") and not os.path.exists("/dev/kfd"):
         return 0
     count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.check_output(count, text=True))
+    return int(subprocess.check_output(count, encoding="utf-8"))
 
 
 def build_command(nodes: Nodes, variables: Mapping[str, str], flags: Sequence[str]) -> list[str]:
