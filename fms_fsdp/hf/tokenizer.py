@@ -29,7 +29,7 @@ from fms_fsdp.data.tokenizer import (
     no_end_token,
     piece_bytes,
 )
-from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.errors import FULL_DISK, UserError, note_once
 from fms_fsdp.files import write_atomically, write_json
 from fms_fsdp.hf.config import read_json
 
@@ -284,7 +284,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
         load: Any = AutoTokenizer.from_pretrained
         exported = load(folder, local_files_only=True)
         if vocabulary.kind == "sentencepiece":  # for programs that read no tokenizer.model
-            exported.backend_tokenizer.save(str(folder / "tokenizer.json"))
+            content = exported.backend_tokenizer.to_str(pretty=True)
+            (folder / "tokenizer.json").write_text(content, encoding="utf-8")
             exported = load(folder, local_files_only=True)
         before = [] if bos_id is None else [bos_id]
         for text, ids in zip(PROBES, tokenizer.encode(PROBES), strict=True):
@@ -295,6 +296,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
         purpose = "the comparison of the exported tokenizer with training"
         return str(_missing("transformers", purpose))
     except Exception as error:  # of the other program
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise
         return f"transformers cannot read the tokenizer: {shown(str(error))}"
     return ""
 
