@@ -26,7 +26,7 @@ from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.tools.prepare.command import train_sentencepiece
 from fms_fsdp.tools.whole_folder import whole_folder
 from tests.checkpoint.signing import flip_a_bit
-from tests.cli import CORPUS, ROOT, TINY, trained
+from tests.cli import CORPUS, ROOT, TINY, run, trained
 from tests.warm import COMMANDS, running
 
 SMALL = (
@@ -208,9 +208,15 @@ def test_exported_tokenizer_agrees_id_for_id(kind: str, tmp_path: Path) -> None:
 def test_run_exports_its_checkpoints(tmp_path: Path) -> None:
     folder, exports = tmp_path / "a run", tmp_path / "a run" / "exports"
     flags = "--num_kv_heads=2", "--checkpoint_interval=2", "--export_interval=4", "--keep_last_n=1"
-    run = make(folder, *flags, "--num_steps=5", nproc=2)
-    assert sorted(path.name for path in exports.iterdir()) in (["step_4", "step_5"], ["step_5"])
-    assert export(f"--path={run}", f"--output={tmp_path / 'by_hand'}") == 0
+    argv = (*TINY, *SMALL, "--trackers=none", *flags, f"--output_dir={folder}", "--num_steps=5")
+    ended = run(*argv, "--exit_interval=4", nproc=2)  # before its export of step 4 is done
+    assert ended.returncode == 75, ended.stderr
+    assert json.loads((exports / "due.json").read_text()) == {"steps": [4]}
+    make(folder, *flags, "--num_steps=5", nproc=2)
+    assert sorted(path.name for path in exports.iterdir()) == ["step_4", "step_5"]
+    kept = [path.name for path in (folder / "checkpoints").glob("step_*")]
+    assert kept == ["step_5"]  # spared until they were exported
+    assert export(f"--path={folder}", f"--output={tmp_path / 'by_hand'}") == 0
     for path in (tmp_path / "by_hand").iterdir():
         assert (exports / "step_5" / path.name).read_bytes() == path.read_bytes(), path
     card = (exports / "step_5" / "README.md").read_text()
