@@ -294,6 +294,18 @@ def find_tokenizer(root: str) -> Tokenizer | None:
             raise UserError(str(error).replace(f"--tokenizer ({copy})", name)) from error
 
 
+def read_kept_file(root: str, path: str) -> bytes | None:
+    """Returns a small file that `prepare` kept with the shards of a folder, None if there is none.
+
+    Raises:
+        UserError, OSError, ReadFailed: it cannot be read.
+    """
+    try:
+        return _read_if_there(Storage(root), path)
+    except MissingInput:
+        return None
+
+
 @contextmanager
 def _temporary_copy(contents: Mapping[str, bytes]) -> Iterator[Path]:
     """Writes files, by name, into a folder that exists within the context.

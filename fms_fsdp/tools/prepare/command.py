@@ -213,7 +213,7 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
     check_plans(output, sources, plans, config.overwrite)
     if not is_known:
-        save_tokenizer(output, tokenizer, training)
+        save_tokenizer(output, tokenizer, config.tokenizer, training)
     return vocabulary
 
 
