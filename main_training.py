@@ -429,6 +429,13 @@ def wire(
         is_stopped=is_stopped,
         every_tokens=tokens_between_evaluations(cfg, launch.found.corpus),
     )
+    exporter = None
+    interval = cfg.checkpoint.export_interval
+    if interval:
+        from fms_fsdp.run.exports import Exporter
+
+        exports = run_dir.folder / "exports"
+        exporter = Exporter(interval, run_dir.checkpoints, exports, mesh, state.step)
     save_s, host_bytes = save_estimates(run, launch.found.resume, launch.budget)
     checkpoints = CheckpointManager(
         run,
@@ -441,10 +448,13 @@ def wire(
         event=metrics.event,
         save_s=save_s,
         host_bytes=host_bytes,
+        spared_steps=tuple if exporter is None else exporter.due_steps,
     )
     closing.callback(checkpoints.close)
+    if exporter is not None:
+        closing.callback(exporter.close)
     signals.is_committing = lambda: checkpoints.is_committing
-    sampler = exporter = None
+    sampler = None
     if (prompts := launch.found.prompts) is not None:
         from fms_fsdp.samples import Sampler
 
@@ -458,11 +468,6 @@ def wire(
             mark=timer.mark,
             is_stopped=is_stopped,
         )
-    if interval := cfg.checkpoint.export_interval:
-        from fms_fsdp.run.exports import Exporter
-
-        exporter = Exporter(interval, run_dir.checkpoints, run_dir.folder / "exports", mesh)
-        closing.callback(exporter.close)
     return Observers(
         watchdog=watchdog,
         stop=stop,

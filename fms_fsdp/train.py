@@ -168,6 +168,7 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
         observers.guard.finish()
         if observers.exporter is not None:
             observers.exporter.finish()
+            observers.checkpoints.delete_spared()
 
 
 def raise_read_error(recipe: TrainStep, state: TrainState, checkpoints: CheckpointManager) -> None:

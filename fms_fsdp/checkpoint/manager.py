@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -38,6 +38,7 @@ class CheckpointManager:
     behind on a GPU. `alive(extra_s)` extends the watchdog's deadline, because this rank may wait for
     another rank's save. `event` records a failure in metrics.jsonl. `save_s`: duration of the last
     save, at first an estimate. `host_bytes`: host memory that the copies of this rank may take.
+    `spared_steps` returns the steps that are not deleted yet, because an export needs them.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class CheckpointManager:
         event: Callable[..., None],
         save_s: float = 0.0,
         host_bytes: int = 2**62,
+        spared_steps: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.run, self.cfg, self.root, self.attempt = run, run.config.checkpoint, root, attempt
         self.is_main, self.settle, self.alive, self.event = is_main, settle, alive, event
         self.save_s, self.host_bytes = save_s, host_bytes
+        self.spared_steps = spared_steps
         cfg = self.cfg
         self.schedule = parse_schedule(cfg.checkpoint_schedule, cfg.checkpoint_interval)
         self.policy = KeepPolicy.from_config(cfg)
@@ -170,6 +173,11 @@ class CheckpointManager:
         if self.policy.last and self.is_main and not state.non_finite_steps:
             self._delete_old()
 
+    def delete_spared(self) -> None:
+        """Deletes the checkpoints that `finish` has spared and that nothing needs any more."""
+        if self.policy.last and self.is_main:
+            self._delete_old()
+
     def close(self) -> None:
         """Completes the work in flight."""
         try:
@@ -266,7 +274,10 @@ class CheckpointManager:
         except OSError as error:  # the next save tries again; a run must not end for it
             log.warning("old checkpoints were not deleted: %s", error)
             return
+        spared = self.spared_steps()
         for step in self.policy.to_delete(found):
+            if step in spared:
+                continue
             try:
                 folders.delete(self.root / f"step_{step}")
                 log.info("deleted %s", self.root / f"step_{step}")

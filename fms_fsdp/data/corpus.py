@@ -23,12 +23,12 @@ from functools import cached_property
 import numpy as np
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.config.values import did_you_mean
+from fms_fsdp.config.values import counted, did_you_mean
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import CONVERT, Files, Shard, ShardError, TokenError
 from fms_fsdp.data.storage import Storage
-from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.files import has_control_character, safe_name, shown_name
 
 TABLES, SUFFIX = "meta/*counts*.csv", ".arrow"
@@ -105,6 +105,7 @@ def open_corpus(
 
     Reads counts and the headers of a few shards, no tokens. Without `datasets`, every folder with
     shards is a source; without `weights`, sources are weighted by their tokens, at least by 1/65,536.
+    A shard that links give several names is read once.
     `check_shards` compares opened shards with their counts.
 
     Example:
@@ -119,12 +120,13 @@ def open_corpus(
     names = _source_names(section, storage, paths)
     counts = _read_counts(storage, paths)
     every = sorted({*paths, *counts})
-    listed = {name: _shards_of(name, every, storage, may_miss) for name in names}
+    found = {name: _shards_of(name, every, storage, may_miss) for name in names}
+    listed = _unlinked(found, storage, is_named=bool(section.datasets))
     opened = _open_some(storage, listed, counts, may_miss)
     sep_token = _find_sep_token(section, opened)
     weights = dict(zip(names, section.weights, strict=True)) if section.weights else {}
     sources = []
-    for name in sorted(names):
+    for name in sorted(listed):
         shards = listed[name]
         known = next((opened[path] for path in shards if path in opened and counts[path][1]), None)
         delimiter = 1 if known is None else delimiter_of(known, sep_token)
@@ -308,6 +310,45 @@ def _shards_of(name: str, every: list[str], storage: Files, may_miss: bool) -> l
             f"shard {shown_name(path)} has a control character in its name; rename the file"
         )
     return shards
+
+
+def _unlinked(
+    listed: Mapping[str, list[str]], storage: Files, *, is_named: bool
+) -> dict[str, list[str]]:
+    """Returns the shards of each source without links to shards of these sources; notes the links.
+
+    A source that consists of such links is left out, unless `is_named`.
+
+    Raises:
+        UserError: --datasets names a source that is a link.
+    """
+    real_paths = storage.real_paths(path for paths in listed.values() for path in paths)
+    chosen = dict[str, str]()  # real path -> name that counts
+    for path, real in sorted(real_paths.items()):
+        known = chosen.setdefault(real, path)
+        if not real.endswith(f"/{known}") and real.endswith(f"/{path}"):
+            chosen[real] = path  # this name leads over no link
+    found = dict[str, list[str]]()
+    for name, paths in listed.items():
+        found[name] = [path for path in paths if chosen[real_paths[path]] == path]
+        linked = [path for path in paths if chosen[real_paths[path]] != path]
+        if not linked:
+            continue
+        other = chosen[real_paths[linked[0]]]
+        if found[name]:
+            note_once(
+                f"source {name}: {counted(len(linked), 'shard')} skipped, because links give a "
+                f"shard a second name: {linked[0]} is {other}"
+            )
+        elif is_named:
+            raise UserError(
+                f"--datasets={name} must not consist of links to shards of other sources: "
+                f"{linked[0]} is {other}; remove it, or raise the weight of the other source"
+            )
+        else:
+            note_once(f"source {name} skipped, because it is a link: {linked[0]} is {other}")
+            del found[name]
+    return found
 
 
 def _open_some(

@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -117,6 +117,25 @@ class Storage:
         if size:
             self.prefetch(path, [(0, 1), (size - 1, size)])
 
+    def real_paths(self, paths: Iterable[str]) -> dict[str, str]:
+        """Returns the path of each file without symbolic links; an object store has none.
+
+        Lists each folder once, and resolves only the links in it: a call per file would take
+        minutes for a large corpus on NFS.
+        """
+        if self.is_remote and urlsplit(self.data_path).scheme != "file":
+            return {path: path for path in paths}
+        folders = dict[str, tuple[str, set[str]]]()  # real path of a folder, names of links in it
+        found = {}
+        for path in paths:
+            folder, _, name = f"{self._folder}/{path}".rpartition("/")
+            if folder not in folders:
+                folders[folder] = _retried(partial(_links_in, folder), self.root)
+            real_folder, links = folders[folder]
+            real = f"{real_folder}/{name}"
+            found[path] = os.path.realpath(real) if name in links else real
+        return found
+
     def open_shard(self, path: str, delimiter: int = 0) -> Shard:
         """Opens a shard; see `shards.Shard`."""
         return Shard(self, path, delimiter)
@@ -165,6 +184,16 @@ class Storage:
             i.path[len(self._folder) + 1 :]: i.size for i in found if i.type == fs.FileType.File
         }
         return {path: size for path, size in sorted(files.items()) if "/." not in f"/{path}"}
+
+
+def _links_in(folder: str) -> tuple[str, set[str]]:
+    """Returns the real path of a folder, and the names of the symbolic links in it."""
+    real = os.path.realpath(folder)
+    try:
+        with os.scandir(real) as entries:
+            return real, {entry.name for entry in entries if entry.is_symlink()}
+    except (FileNotFoundError, NotADirectoryError):  # only the counts file lists its shards
+        return real, set()
 
 
 def _retried(

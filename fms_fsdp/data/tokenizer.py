@@ -17,8 +17,8 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -260,31 +260,78 @@ def parse_description(data: bytes, source: str) -> tuple[Vocabulary, Any]:
 
 
 def find_tokenizer(root: str) -> Tokenizer | None:
-    """Returns the tokenizer that `prepare` kept with the shards of a folder, None if it cannot be read.
+    """Returns the tokenizer that `prepare` kept with the shards of a folder; None without one.
 
     Raises:
-        UserError: its description was not written by `prepare`.
+        UserError: its description was not written by `prepare`, or it cannot be read or copied.
+        OSError, ReadFailed: the storage does not give its files.
     """
     try:
         files = Storage(root)
-        data = _read(files, "meta/tokenizer.json")
-    except (ValueError, OSError) as error:
-        logger.debug("no tokenizer in %s: %s", root, error)
+    except MissingInput:
+        return None
+    data = _read_if_there(files, "meta/tokenizer.json")
+    if data is None:
         return None
     described, _ = parse_description(data, f"{files.root}/meta/tokenizer.json")
     if described.kind == "byte":
         return ByteTokenizer()
+    model = _read_if_there(files, described.file_name)
+    if model is None:
+        logger.debug("no tokenizer in %s: %s does not exist", root, described.file_name)
+        return None
+    contents = {FILE_NAMES[described.kind]: model}
+    settings = _read_if_there(files, "tokenizer_config.json")
+    if settings is not None:
+        contents["tokenizer_config.json"] = settings
+    with _temporary_copy(contents) as folder:
+        copy = str(folder / FILE_NAMES[described.kind])
+        try:
+            return load_tokenizer(copy, described.eos_token)
+        except UserError as error:
+            name = f"the tokenizer of {files.root}"
+            raise UserError(str(error).replace(f"--tokenizer ({copy})", name)) from error
+
+
+def read_kept_file(root: str, path: str) -> bytes | None:
+    """Returns a small file that `prepare` kept with the shards of a folder, None if there is none.
+
+    Raises:
+        UserError, OSError, ReadFailed: it cannot be read.
+    """
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / FILE_NAMES[described.kind]
-            copy.write_bytes(_read(files, described.file_name))
-            with suppress(OSError, UserError):
-                copy.with_name("tokenizer_config.json").write_bytes(
-                    _read(files, "tokenizer_config.json")
-                )
-            return load_tokenizer(str(copy), described.eos_token)
-    except (ValueError, OSError) as error:
-        logger.debug("no tokenizer in %s: %s", root, error)
+        return _read_if_there(Storage(root), path)
+    except MissingInput:
+        return None
+
+
+@contextmanager
+def _temporary_copy(contents: Mapping[str, bytes]) -> Iterator[Path]:
+    """Writes files, by name, into a folder that exists within the context.
+
+    Raises:
+        UserError: there is no space for them. It must not look like a missing tokenizer, with which
+            an export would continue: tempfile raises FileNotFoundError if no temporary folder can be
+            written.
+    """
+    with ExitStack() as stack:
+        try:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for name, data in contents.items():
+                (folder / name).write_bytes(data)
+        except OSError as error:
+            raise UserError(
+                f"the tokenizer cannot be copied to the temporary folder: {error.strerror}; "
+                "free disk space, or set TMPDIR to another folder"
+            ) from error
+        yield folder
+
+
+def _read_if_there(files: Files, path: str) -> bytes | None:
+    """Returns the content of a small file, None if there is none. Raises: UserError, OSError."""
+    try:
+        return _read(files, path)
+    except FileNotFoundError:
         return None
 
 
@@ -357,7 +404,11 @@ def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) 
 
 def shards_bos_id(root: str, tokenizer: Tokenizer) -> int | None:
     """Returns the BOS token that all documents of a folder of shards begin with, from a sample of them; None
-    without one. A first token counts if the shards record a BOS token, or if it has no text, such as <s>."""
+    without one. A first token counts if the shards record a BOS token, or if it has no text, such as <s>.
+
+    Raises:
+        UserError, OSError, ReadFailed: a shard is corrupt, or cannot be read.
+    """
     try:
         storage = Storage(root)
         shards = (p for p in storage.sizes if p.endswith(SUFFIX) and not p.startswith("meta/"))
@@ -367,7 +418,7 @@ def shards_bos_id(root: str, tokenizer: Tokenizer) -> int | None:
             first |= set(shard.first_tokens(16))
             has_bos.add(shard.metadata.get("has_bos", ""))
         storage.close()
-    except (UserError, OSError):
+    except FileNotFoundError:  # the data are gone
         return None
     found = next(iter(first)) if len(first) == 1 else -1
     lengths = tokenizer.token_bytes()

@@ -28,7 +28,7 @@ from fms_fsdp.data.tokenizer import (
     find_tokenizer,
     folder_tokenizer,
 )
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import StorageError, UserError
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C
@@ -233,7 +233,13 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
     """Returns the bytes by token id, from the tokenizer that `prepare` put into one of the folders; None if
     the shards have another tokenizer."""
     for root in data_paths:
-        tokenizer = find_tokenizer(root)
+        try:
+            tokenizer = find_tokenizer(root)
+        except StorageError:
+            raise
+        except UserError as error:  # e.g. a package is missing, which training does not need
+            logger.info("bits per byte are not computed: %s", error)
+            return None
         if tokenizer is not None and tokenizer.vocabulary.digest == corpus.tokenizer:
             table = tokenizer.token_bytes()
             return np.pad(table, (0, max(0, vocab_size - len(table))))

@@ -29,8 +29,9 @@ from fms_fsdp.data.tokenizer import (
     no_end_token,
     piece_bytes,
 )
-from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.errors import FULL_DISK, UserError, note_once
 from fms_fsdp.files import write_atomically, write_json
+from fms_fsdp.hf.chat import NO_CHAT, ChatSettings, end_ids, token_text
 from fms_fsdp.hf.config import read_json
 
 _END_NAMES = (
@@ -78,7 +79,7 @@ class HFTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = path.with_name("tokenizer_config.json")
-        named = eos_token or _token_text(
+        named = eos_token or token_text(
             read_json(settings) if settings.is_file() else {}, "eos_token"
         )
         ids = map(self._tokenizer.token_to_id, (named,) if named else _END_NAMES)
@@ -169,17 +170,6 @@ def _read_tokenizer_json(path: Path, name: str) -> bytes:
     return content
 
 
-def _token_text(settings: dict[str, Any], key: str) -> str:
-    """Returns the text of a special token of tokenizer_config.json, "" if it has none."""
-    token = settings.get(key)
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and not (isinstance(token, str) and token.isprintable()):
-        raise UserError(
-            f"{key}={shown(str(token)[:99])} of tokenizer_config.json must be printable text"
-        )
-    return token or ""
-
-
 def find_hf_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a checkpoint folder, None without one.
 
@@ -209,30 +199,28 @@ def hf_text_rules(folder: Path, tokenizer: Tokenizer | None) -> TextRules:
     Raises:
         UserError: a file is malformed.
     """
-    ends: tuple[int, ...] = ()
-    for name in ("generation_config.json", "config.json"):
-        said = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        ids = said if isinstance(said, list) else [said]
-        if not all(each is None or (type(each) is int and -1 <= each < 1 << 31) for each in ids):
-            raise UserError(
-                f"{folder / name}: eos_token_id={shown(str(said)[:99])} must be a token id"
-            )
-        ends = ends or tuple(each for each in ids if each is not None and each >= 0)
+    ends = end_ids(folder)
     if isinstance(tokenizer, HFTokenizer):
         return TextRules(*tokenizer.added_tokens(), ends)
     path, around = folder / "tokenizer_config.json", list[tuple[int, ...]]()
     settings = read_json(path) if path.is_file() else {}
     for key, usual in (("bos", "<s>"), ("eos", "</s>")):
         is_added = settings.get(f"add_{key}_token") is True and tokenizer is not None
-        text = _token_text(settings, f"{key}_token") or usual
+        text = token_text(settings, f"{key}_token") or usual
         number = tokenizer.token_id(text) if is_added and tokenizer is not None else None
         around.append(() if number is None else (number,))
     return TextRules(around[0], around[1], ends)
 
 
-def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: int | None) -> str:
+def export_tokenizer(
+    tokenizer: Tokenizer,
+    folder: Path,
+    max_len: int,
+    bos_id: int | None,
+    chat: ChatSettings = NO_CHAT,
+) -> str:
     """Writes the files by which transformers.AutoTokenizer gives a text the ids of training, after `bos_id` if
-    there is one. Returns a note for the user, "" if all is well.
+    there is one, and applies the chat template. Returns a note for the user, "" if all is well.
 
     A sentencepiece model is converted by transformers: here if it is installed, else when it is loaded.
     """
@@ -272,6 +260,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
             }
         path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     settings |= {"tokenizer_class": kind, "eos_token": names[vocabulary.eos_id]}
+    settings |= chat.tokenizer_settings(tokenizer)
     settings |= {"bos_token": names[bos_id]} if bos_id is not None else {}
     # llama.cpp adds a BOS token if nothing is said
     settings |= {"add_bos_token": bos_id is not None, "add_eos_token": False}
@@ -286,7 +275,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
         load: Any = AutoTokenizer.from_pretrained
         exported = load(folder, local_files_only=True)
         if vocabulary.kind == "sentencepiece":  # for programs that read no tokenizer.model
-            exported.backend_tokenizer.save(str(folder / "tokenizer.json"))
+            content = exported.backend_tokenizer.to_str(pretty=True)
+            (folder / "tokenizer.json").write_text(content, encoding="utf-8")
             exported = load(folder, local_files_only=True)
         before = [] if bos_id is None else [bos_id]
         for text, ids in zip(PROBES, tokenizer.encode(PROBES), strict=True):
@@ -297,6 +287,8 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, max_len: int, bos_id: i
         purpose = "the comparison of the exported tokenizer with training"
         return str(_missing("transformers", purpose))
     except Exception as error:  # of the other program
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise
         return f"transformers cannot read the tokenizer: {shown(str(error))}"
     return ""
 

@@ -251,7 +251,11 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"{shown(missing[0])} is not in {places[missing[0]]}; download the checkpoint again"
         )
-    return {weight: files[name][weight] for weight, name in places.items()}
+    weights = dict[str, torch.Tensor]()
+    for tensors in files.values():
+        weights |= tensors  # transformers reads weights that the index does not list too
+    weights |= {weight: files[name][weight] for weight, name in places.items()}
+    return weights
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -266,6 +270,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         text = file.read(length)
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[8 + length :]
     tensors: dict[str, torch.Tensor] = {}
+    spans = list[tuple[int, int, str]]()
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -279,16 +284,35 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
                 raise ValueError("a size is not a non-negative integer")
             if not begin <= end <= len(data) or end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError("the file ends before its weights do")
+            spans.append((begin, end, name))
             part = data[begin:end]
             if part.storage_offset() % dtype.itemsize:  # torch views aligned memory only
                 part = part.clone()
             tensors[name] = part.view(dtype).view(shape)
+        _check_coverage(spans, len(data))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         reason = shown(f"{type(error).__name__}: {error}"[:999])
         raise UserError(
             f"{path.name} is not a complete safetensors file ({reason}); download the checkpoint again"
         ) from None
     return tensors
+
+
+def _check_coverage(spans: list[tuple[int, int, str]], num_bytes: int) -> None:
+    """Checks that the tensors, as (begin, end, name), follow one another and cover every byte.
+
+    The format requires it: with a damaged offset a tensor would consist of the bytes of another.
+
+    Raises:
+        ValueError: bytes belong to several tensors, or to none.
+    """
+    expected = 0
+    for begin, end, name in sorted(spans):
+        if begin != expected:
+            raise ValueError(f"invalid offset of tensor {name}: {begin}, expected {expected}")
+        expected = end
+    if expected != num_bytes:
+        raise ValueError(f"not fully covered by its tensors: {expected} of {num_bytes} bytes")
 
 
 def _with_prefix(

@@ -11,6 +11,7 @@ from fms_fsdp.checkpoint.folders import describe_health, read_metadata
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import read_json, write_json
 from fms_fsdp.state import TrainState
 
 _ROOT = str(Path(__file__).parents[2])  # the folder of the package
@@ -20,20 +21,30 @@ class Exporter:
     """Exports each checkpoint whose step is due, once it is complete, by `fms_fsdp export` in a
     separate process of low priority. One at a time; a failure is logged.
 
-    A launch that ends before its run does not wait: a running export is dropped without a trace.
+    A launch that ends before its run does not wait: it drops a running export without a trace. The
+    due steps are in exports/due.json, so the next launch makes their exports.
     """
 
-    def __init__(self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh) -> None:
+    def __init__(
+        self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh, start_step: int
+    ) -> None:
         self._interval, self._checkpoints, self._folder = interval, checkpoints, folder
         self._is_on = mesh.is_main
-        self._due: list[int] = []
         self._running: tuple[int, subprocess.Popen[str]] | None = None
+        self._record = folder / "due.json"
+        # Replaced, never changed: the thread that deletes checkpoints reads it.
+        self._due = self._recorded(start_step) if self._is_on else ()
+
+    def due_steps(self) -> tuple[int, ...]:
+        """Returns the steps whose checkpoints an export still needs."""
+        return self._due
 
     def run_if_due(self, state: TrainState) -> None:
         """Records a due step, and begins an export whose checkpoint has become complete."""
-        if self._is_on and (state.step % self._interval == 0 or state.is_done):
-            self._due.append(state.step)
-        if self._due or self._running:
+        is_due = state.step % self._interval == 0 or state.is_done
+        if self._is_on and is_due and state.step not in self._due:
+            self._set_due((*self._due, state.step))
+        if self._due:
             self._go_on()
 
     def finish(self) -> None:
@@ -42,34 +53,70 @@ class Exporter:
             assert self._running is not None
             self._running[1].wait()
             self._go_on()
+        for step in self._due:
+            log.warning("step %d was not exported: it has no checkpoint", step)
+        if self._due:
+            self._set_due(())
 
     def close(self) -> None:
         """Drops an export that is under way."""
         if self._running is not None:
             self._running[1].kill()
             self._running[1].communicate()
+        if self._due:
+            steps = ", ".join(map(str, self._due))
+            log.info("not exported yet, the next launch does it: step %s", steps)
+
+    def _recorded(self, start_step: int) -> tuple[int, ...]:
+        """Returns the due steps of launches before; steps after `start_step` are trained again."""
+        steps = read_json(self._record).get("steps")
+        due = []
+        for step in steps if isinstance(steps, list) else []:
+            if type(step) is not int or not 0 < step <= start_step:
+                continue
+            # The launch may have been killed between the end of the export and its record.
+            if not os.path.isdir(self._folder / f"step_{step}"):
+                due.append(step)
+        return tuple(due)
+
+    def _set_due(self, steps: tuple[int, ...]) -> None:
+        self._due = steps
+        try:
+            if steps:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                write_json(self._record, {"steps": steps})
+            else:
+                self._record.unlink(missing_ok=True)
+        except OSError as error:  # matters only if this launch ends before its run
+            log.warning("cannot write %s: %s", self._record, error)
+
+    def _drop(self, step: int) -> None:
+        self._set_due(tuple(each for each in self._due if each != step))
 
     def _go_on(self) -> bool:
         """Reads how an export has ended and begins the next; returns whether one is under way."""
         if self._running is not None and self._running[1].poll() is not None:
-            (step, process), self._running = self._running, None
+            step, process = self._running
+            self._running = None
             last = (process.communicate()[0].strip().splitlines() or [""])[-1]
             if process.returncode:
                 log.warning("step %d was not exported: %s", step, last)
             else:
                 log.info("exported %s", self._folder / f"step_{step}")
+            self._drop(step)
         # os.path.isdir: a storage that fails now is asked again after the next step.
         ready = [step for step in self._due if os.path.isdir(self._checkpoints / f"step_{step}")]
         if self._running is None and ready:
-            self._due.remove(ready[0])
             folder = self._checkpoints / f"step_{ready[0]}"
             try:
                 metadata = read_metadata(folder)
             except (UserError, OSError) as error:  # e.g. deleted since
                 log.warning("step %d was not exported: %s", ready[0], error)
+                self._drop(ready[0])
                 return self._go_on()
             if not metadata.is_healthy:
                 log.warning("step %d was not exported: it %s", ready[0], describe_health(metadata))
+                self._drop(ready[0])
                 return self._go_on()
             self._running = ready[0], self._begin(ready[0])
         return self._running is not None

@@ -25,8 +25,16 @@ from fms_fsdp.config import flag
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.values import typed
 from fms_fsdp.cpu_tuning import keep_freed_memory
-from fms_fsdp.data.tokenizer import shards_bos_id
+from fms_fsdp.data.tokenizer import read_kept_file, shards_bos_id
 from fms_fsdp.errors import UserError
+from fms_fsdp.hf.chat import (
+    CHAT_FILE,
+    NO_CHAT,
+    ChatSettings,
+    merged,
+    parse_chat_settings,
+    read_chat_settings,
+)
 from fms_fsdp.hf.config import config_to_hf
 from fms_fsdp.hf.tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import DTYPES, fuse, save_weights, weight_map
@@ -126,17 +134,30 @@ def _write_description(checkpoint: Checkpoint, folder: Path, dtype: str) -> str:
     card = _card(checkpoint).encode(errors="backslashreplace")  # a path may not be UTF-8
     (folder / "README.md").write_bytes(card)
     tokenizer = recorded_tokenizer(checkpoint)
-    eos_id = bos_id = None
-    if tokenizer is not None:
-        eos_id, bos_id = (
-            tokenizer.vocabulary.eos_id,
-            shards_bos_id(checkpoint_data(checkpoint), tokenizer),
-        )
-    _write_json(folder / "config.json", config_to_hf(model, torch_dtype, eos_id, bos_id))
-    _write_json(folder / "generation_config.json", {"eos_token_id": eos_id, "do_sample": True})
+    generation: dict[str, Any] = {"eos_token_id": None, "do_sample": True}
     if tokenizer is None:
+        _write_json(folder / "config.json", config_to_hf(model, torch_dtype))
+        _write_json(folder / "generation_config.json", generation)
         return "the data of the training have no tokenizer: none was exported"
-    return export_tokenizer(tokenizer, folder, model.max_seq_len, bos_id)
+    bos_id = shards_bos_id(checkpoint_data(checkpoint), tokenizer)
+    chat = _chat_settings(checkpoint)
+    config = config_to_hf(model, torch_dtype, tokenizer.vocabulary.eos_id, bos_id)
+    _write_json(folder / "config.json", config)
+    generation |= chat.generation_settings(tokenizer)
+    _write_json(folder / "generation_config.json", generation)
+    wrong = export_tokenizer(tokenizer, folder, model.max_seq_len, bos_id, chat)
+    return "; ".join(filter(None, (wrong, chat.note(tokenizer))))
+
+
+def _chat_settings(checkpoint: Checkpoint) -> ChatSettings:
+    """Returns the chat settings of the data's tokenizer, and of the model the run started from."""
+    root = checkpoint_data(checkpoint)
+    data = read_kept_file(root, CHAT_FILE)
+    kept = NO_CHAT if data is None else parse_chat_settings(data, f"{root}/{CHAT_FILE}")
+    start = checkpoint.metadata.run.located.model.init_from_hf
+    if not start:
+        return kept
+    return merged(kept, read_chat_settings(Path(start)))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

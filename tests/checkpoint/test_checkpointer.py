@@ -27,6 +27,7 @@ from fms_fsdp.checkpoint.folders import (
     METADATA,
     STATE,
     Checksum,
+    checkpoint_steps,
     clean_up,
     complete_steps,
     corrupt_files,
@@ -288,6 +289,22 @@ def test_only_complete_folders_count(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="step_12: files.json is missing"):
         find_checkpoint(tmp_path / "step_12")
     assert list(clean_up(tmp_path)) == [partial] and leftovers(tmp_path) == []
+
+
+def test_checkpoint_with_due_export_is_kept(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    due = {1}
+    more = {"keep_last_n": 1, "spared_steps": lambda: due}
+    manager, state = manager_of(tmp_path, model, optimizer, in_background=False, **more)
+    for step in (1, 2, 3):
+        state.step = step
+        manager.save(state, wait=True)
+    manager.finish(state)
+    assert checkpoint_steps(tmp_path) == [1, 3]
+    due.clear()
+    manager.delete_spared()
+    assert checkpoint_steps(tmp_path) == [3]
+    manager.close()
 
 
 def test_corrupt_folder_of_same_step_is_renamed(tmp_path: Path) -> None:

@@ -209,6 +209,24 @@ def test_symbolic_links_are_followed(files: Files, tmp_path: Path) -> None:
     assert corpus.sources[0].num_tokens == files.num_tokens("web")
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_linked_shards_and_sources_count_once(
+    files: Files, tmp_path: Path, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all").symlink_to("web")  # sorts before its target
+    (tmp_path / "web/a-copy.arrow").symlink_to("shard-00000.arrow")
+    (tmp_path / "code/web.arrow").symlink_to("../web/shard-00001.arrow")
+    section = files.section(seq_length=64, data_path=f"{scheme}{tmp_path}")
+    found = {source.name: source.num_tokens for source in open_corpus(section).sources}
+    assert found == {name: files.num_tokens(name) for name in ("code", "web")}
+    notes = capsys.readouterr().err.replace("shard-0000", "")
+    if not scheme:  # each note is printed once per process
+        assert "source all skipped, because it is a link: all/a-copy.arrow is web/0.arrow" in notes
+        assert "source web: 1 shard skipped" in notes and "web/a-copy.arrow is web/0.arrow" in notes
+    with pytest.raises(UserError, match=r"--datasets=all must not consist of links .*; remove it"):
+        files.corpus(seq_length=64, datasets=("all", "web"))
+
+
 def test_digests_follow_names_order_and_counts(files: Files, tmp_path: Path) -> None:
     section = files.section(seq_length=64, on_missing="mask")
     before = {source.name: source.digest for source in open_corpus(section).sources}

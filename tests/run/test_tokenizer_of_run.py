@@ -13,6 +13,7 @@ import fms_fsdp
 from fms_fsdp.data.tokenizer import find_tokenizer
 from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
 from tests.cli import CORPUS, run, trained
+from tests.hf_folders import change_json
 from tests.warm import command
 
 FLAGS = ("--model_variant=tiny", "--seq_length=64", "--report_interval=1", "--trackers=none")
@@ -97,7 +98,17 @@ def test_weights_of_a_hugging_face_folder_want_data_of_its_tokenizer(world: Path
     (
         world / "folder" / "tokenizer.model"
     ).unlink()  # tokenizer.json has another digest, and the same ids
+    settings = world / "folder" / "tokenizer_config.json"
+    change_json(settings, lambda said: said | {"chat_template": "{{ messages }}"})
+    (world / "folder/generation_config.json").write_text('{"eos_token_id": [1, 2], "top_p": 0.9}')
     trained(*flags, f"--data_path={world}/own", f"--output_dir={world}/taken")
+    ended = command("export", f"--path={world}/taken", f"--output={world}/chat")
+    assert ended.returncode == 0
+    assert f"note: not carried over from {world}/folder: top_p" in ended.stderr
+    exported = json.loads((world / "chat/tokenizer_config.json").read_text())
+    assert exported["chat_template"] == "{{ messages }}"
+    ends = json.loads((world / "chat/generation_config.json").read_text())["eos_token_id"]
+    assert sorted(ends) == [1, 2]
 
 
 def test_the_end_token_of_a_folder_stays_with_the_data(tmp_path: Path) -> None:

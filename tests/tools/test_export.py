@@ -27,7 +27,7 @@ from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.tools.prepare.command import train_sentencepiece
 from fms_fsdp.tools.whole_folder import whole_folder
 from tests.checkpoint.signing import flip_a_bit
-from tests.cli import CORPUS, ROOT, TINY, trained
+from tests.cli import CORPUS, ROOT, TINY, run, trained
 from tests.warm import COMMANDS, running
 
 SMALL = (
@@ -210,15 +210,21 @@ def test_run_exports_its_checkpoints(tmp_path: Path) -> None:
     folder = tmp_path / "a rün"
     exports = folder / "exports"
     flags = "--num_kv_heads=2", "--checkpoint_interval=2", "--export_interval=4", "--keep_last_n=1"
-    run = make(folder, *flags, "--num_steps=5", nproc=2)
-    assert sorted(path.name for path in exports.iterdir()) in (["step_4", "step_5"], ["step_5"])
+    argv = (*TINY, *SMALL, "--trackers=none", *flags, f"--output_dir={folder}", "--num_steps=5")
+    ended = run(*argv, "--exit_interval=4", nproc=2)  # before its export of step 4 is done
+    assert ended.returncode == 75, ended.stderr
+    assert json.loads((exports / "due.json").read_text()) == {"steps": [4]}
+    run_dir = make(folder, *flags, "--num_steps=5", nproc=2)
+    assert sorted(path.name for path in exports.iterdir()) == ["step_4", "step_5"]
+    kept = [path.name for path in (folder / "checkpoints").glob("step_*")]
+    assert kept == ["step_5"]  # spared until they were exported
     # By hand in a locale without UTF-8, although the card has the name of the run directory. As an
     # argument such a locale cannot spell the name.
     command = [sys.executable, "-m", "fms_fsdp", "export", "--path=."]
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
     subprocess.run(
         [*command, f"--output={tmp_path / 'by_hand'}"],
-        cwd=run,
+        cwd=run_dir,
         env=os.environ | ascii_only,
         check=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.tokenizer import TextRules, load_tokenizer, shards_bos_id
+from fms_fsdp.errors import UserError
+from fms_fsdp.hf.chat import parse_chat_settings, read_chat_settings
 from fms_fsdp.hf.tokenizer import export_tokenizer, hf_text_rules
 from tests.hf_folders import BEGIN, END, change_json, template, write_folder, write_tokenizer_json
 
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+)
 BERT = {"type": "BertProcessing", "sep": [END, 257], "cls": [BEGIN, 256]}
 ROBERTA = BERT | {"type": "RobertaProcessing", "trim_offsets": True, "add_prefix_space": False}
 ADDED: dict[str, tuple[Any, TextRules]] = {
@@ -88,6 +94,42 @@ def test_bos_is_exported_for_every_kind(kind: str, tmp_path: Path) -> None:
     assert ids_of_transformers(tmp_path / "out") == [
         [begin, *row.tolist()] for row in ours.encode(TEXTS)
     ]
+
+
+def test_chat_settings_are_kept_for_exports(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "source"
+    source.mkdir()
+    write_tokenizer_json(source)
+    given = {"chat_template": CHAT, "bos_token": BEGIN, "pad_token": BEGIN}
+    change_json(source / "tokenizer_config.json", lambda said: said | given)
+    generation = {"eos_token_id": [257, 256, 9999], "temperature": 0.6, "do_sample": True}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "text.txt").write_text("the thing in a line")
+    for output, name in (("one", source), ("two", tmp_path / "one/tokenizer.json")):
+        argv = ["prepare", f"{tmp_path}/text.txt", f"--output={tmp_path / output}"]
+        assert main([*argv, f"--tokenizer={name}", "--num_workers=1"]) == 0
+    chat = read_chat_settings(tmp_path / "two")
+    ours = load_tokenizer(str(tmp_path / "two"))
+    assert chat.generation_settings(ours) == {"eos_token_id": [257, 256], "pad_token_id": 256}
+    assert chat.note(ours) == f"not carried over from {source}: temperature"
+    (tmp_path / "out").mkdir()
+    assert export_tokenizer(ours, tmp_path / "out", 64, None, chat) == ""
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = theirs.apply_chat_template([{"role": "user", "content": "in"}], tokenize=False)
+    assert text == f"{BEGIN}user: in{END}"
+    assert (theirs.bos_token_id, theirs.pad_token_id, theirs.eos_token_id) == (256, 256, 257)
+    assert theirs("in").input_ids == [260]
+
+
+def test_malformed_chat_settings_are_rejected(tmp_path: Path) -> None:
+    for content in ("", "[1]", '{"end_ids": [-1]}', '{"end_ids": 3}', '{"x": 1}', '{"source": 1}'):
+        with pytest.raises(UserError, match="chat.json was not written by prepare; restore"):
+            parse_chat_settings(content.encode(), "meta/chat.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(UserError, match="chat_template=5 must be text; correct or remove it"):
+        read_chat_settings(tmp_path)
 
 
 def test_bos_of_shards_is_recorded(tmp_path: Path) -> None:

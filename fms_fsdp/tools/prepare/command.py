@@ -21,14 +21,17 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.encode import ShardRecipe, ShardsConfig, TextReader, make_shards, note
 from fms_fsdp.tools.prepare.inputs import (
     Document,
+    InputFile,
     Slice,
     TextFormat,
     check_format,
     file_format,
     find_files,
+    note_splits,
     parse_input,
     plan_slices,
     read_part,
+    skip_other_files,
     unique_files,
 )
 from fms_fsdp.tools.prepare.writer import (
@@ -89,7 +92,11 @@ class PrepareConfig(ShardsConfig):
     text_separator: str = flag(
         "", r"end of a document in text files, with \n, \t (default: none)", form="text"
     )
-    include: tuple[str, ...] = flag((), "patterns of files to read, e.g. *.py,*.md (default: all)")
+    include: tuple[str, ...] = flag(
+        (),
+        "patterns of files to read, e.g. *.py,*.md (default: all, but in a folder with records "
+        "only those with a known ending)",
+    )
     exclude: tuple[str, ...] = flag((), "patterns of files to skip, e.g. test/*")
     min_tokens: int = flag(1, "drop documents of fewer tokens", min=1)
     max_tokens: int | None = flag(None, "drop documents of more tokens", min=1)
@@ -149,8 +156,14 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
 
 
 def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:
-    found = (find_files(path, config.include, config.exclude, config.folder) for path in paths)
-    files = unique_files(file for files in found for file in files)
+    found = list[InputFile]()
+    for path in paths:
+        files_of_path = find_files(path, config.include, config.exclude, config.folder)
+        if not config.include:
+            files_of_path = skip_other_files(path, files_of_path, config.form)
+        found += files_of_path
+    files = unique_files(found)
+    note_splits(name, files)
     for file in files:
         check_format(file.path, config.form)
     slices = plan_slices(
@@ -200,7 +213,7 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
     check_plans(output, sources, plans, config.overwrite)
     if not is_known:
-        save_tokenizer(output, tokenizer, training)
+        save_tokenizer(output, tokenizer, config.tokenizer, training)
     return vocabulary
 
 

@@ -137,7 +137,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         plans = [{"inputs": source.inputs_digest, **options} for source in sources]
         check_plans(config.folder, sources, plans, config.overwrite)
         if tokenizer:
-            save_tokenizer(config.folder, tokenizer)
+            save_tokenizer(config.folder, tokenizer, config.tokenizer)
         bos_id = -1 if config.bos_id is None else config.bos_id
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
         info = replace(info, has_masks=has_masks)

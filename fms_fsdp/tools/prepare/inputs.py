@@ -28,7 +28,8 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fms_fsdp.errors import MissingInput, UserError, is_installed
+from fms_fsdp.config.values import counted
+from fms_fsdp.errors import MissingInput, UserError, is_installed, note_once
 from fms_fsdp.files import map_or_read
 
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need about 50 times the size of a document
@@ -39,6 +40,7 @@ FORMATS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+_TEXT_ENDING = ".txt"
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _EXPANSION = {
     ".gz": 4,
@@ -47,12 +49,16 @@ _EXPANSION = {
     ".bz2": 4,
     ".parquet": 3,
 }  # bytes of text per byte, roughly
-_ENDING = r"(\.(gz|zst|xz|bz2))?$"  # of a compressed file
+_ENDING = r"\.(gz|zst|xz|bz2)$"  # of a compressed file
+_TABLES = (".csv", ".tsv")
 _UNSUPPORTED = re.compile(
     r"\.(zip|tar|tgz|tbz2?|txz|tzst|7z|rar|lz|lz4|lzma|lzo|br|z|sz|snappy|gzip|bz|bzip2|zstd)$"
     r"|\.tar\.(gz|zst|xz|bz2)$|\.(parquet|arrow)\.(gz|zst|xz|bz2)$"
 )
 _RESERVED = ("meta", "validation", "test")
+# the first word of a file or folder with one split of a dataset, as in test-00000-of-00002.parquet
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|eval|test)([-_.]|$)")
+_SHOWN_FILES = 3  # in a note
 _DATASETS_METADATA = {
     "dataset_info.json",
     "state.json",
@@ -188,7 +194,8 @@ def find_files(
     """Returns the files of a file, folder or glob (`**` too), in byte order of their relative names.
 
     Skips hidden files and folders, `__pycache__` and the output, and follows links. Patterns match relative
-    names.
+    names. A file with several names counts once, by a name with a known ending if there is one: a
+    cache of the Hugging Face Hub stores nameless files, and links with names to them.
 
     Raises:
         FileNotFoundError: there is nothing to read.
@@ -219,7 +226,7 @@ def find_files(
         if is_hidden or real.startswith(f"{own}/"):
             continue
         if matches(name, include or ["*"]) and not matches(name, exclude):
-            by_path[real] = min(name, by_path.get(real, name))
+            by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
     names = sorted(by_path.values(), key=os.fsencode)
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _DATASETS_METADATA]
@@ -231,11 +238,73 @@ def find_files(
 
 
 def unique_files(files: Iterable[InputFile]) -> tuple[InputFile, ...]:
-    """Returns the files without those that an earlier path leads to as well."""
+    """Returns each file once: a later name of it counts only if it alone has a known ending."""
     by_path: dict[str, InputFile] = {}
     for file in files:
-        by_path.setdefault(os.path.realpath(file.path), file)
+        real = os.path.realpath(file.path)
+        known = by_path.setdefault(real, file)
+        if _has_known_ending(file.name) and not _has_known_ending(known.name):
+            by_path[real] = file
     return tuple(by_path.values())
+
+
+def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) -> list[InputFile]:
+    """Returns the files of a folder without those that accompany its records; notes their names.
+
+    A file without a known ending is text in a folder of text. With JSON lines, Parquet and the like
+    it is a README, a checksum or the backup of a shard. A file that was named itself is never skipped.
+    """
+    if os.path.isfile(os.path.expanduser(path)):
+        return list(files)
+    kept = [file for file in files if _has_known_ending(file.name)]
+    skipped = [file for file in files if not _has_known_ending(file.name)]
+    if not skipped or not any(_has_records(file.path, form) for file in kept):
+        return list(files)
+    names = ", ".join(file.name for file in skipped[:_SHOWN_FILES])
+    more = ", …" if len(skipped) > _SHOWN_FILES else ""
+    note_once(
+        f"--input={path}: skipped {counted(len(skipped), 'file')} without a known ending, because "
+        f"the folder has records: {names}{more}; --include='*' reads all files"
+    )
+    return kept
+
+
+def note_splits(source: str, files: Iterable[InputFile]) -> None:
+    """Notes that a source has a split for training and others: all of them become training data."""
+    splits = set[str]()
+    for file in files:
+        if file_format(file.path) == "text":  # code has files such as test_x.py
+            continue
+        for part in file.name.lower().split("/"):
+            match = _SPLIT.match(part)
+            if match is not None:
+                splits.add(match[1])
+    if "train" in splits and len(splits) > 1:
+        note_once(
+            f"source {source} consists of several splits, {', '.join(sorted(splits))}, and all "
+            "become training data; select one with --include, e.g. '*train*'"
+        )
+
+
+def _has_records(path: str, form: TextFormat) -> bool:
+    """Returns whether a file contains records. A .json file of source code is text."""
+    if file_format(path) != "json":
+        return file_format(path) != "text"
+    with _reading(path):
+        return _json_content(path, form).kind != "text"
+
+
+def _has_known_ending(name: str) -> bool:
+    """Returns whether the ending of a file tells its format, also a format that is rejected."""
+    if file_format(name) != "text" or _UNSUPPORTED.search(name.lower()):
+        return True
+    plain = re.sub(_ENDING, "", name.lower())
+    return _suffix(plain) in (_TEXT_ENDING, *_TABLES)
+
+
+def _rank_of_name(name: str) -> tuple[bool, bool, str]:
+    """Returns the sort key of the names of one file: a known ending first, then any ending."""
+    return not _has_known_ending(name), not _suffix(name), name
 
 
 def _is_hidden(name: str) -> bool:
@@ -282,7 +351,7 @@ def check_format(path: str, form: TextFormat) -> None:
             f"--input={path} is an archive, or compressed by another program; unpack it (plain, .gz, "
             ".zst, .xz and .bz2 files are read), or --exclude it"
         )
-    if re.search(rf"\.[ct]sv{_ENDING}", name) and not form.text_separator:
+    if _suffix(re.sub(_ENDING, "", name)) in _TABLES and not form.text_separator:
         raise UserError(
             f"--input={path} is a table, not text; convert it to JSON lines or Parquet, --exclude it, or "
             "set --text_separator"
@@ -628,23 +697,39 @@ def _numbered(what: str, records: Iterable[Any], form: TextFormat, before: int =
 
 def _read_json(part: Part, form: TextFormat) -> Records:
     """Yields the records of an array or of JSON lines; a file that contains neither is one text."""
-    with _open_stream(part.path) as stream:
+    content = _json_content(part.path, form)
+    if content.kind == "records":
+        yield from _numbered(f"{part.path}: record", content.records, form)
+    elif content.kind == "lines":
+        yield from _read_json_lines(part, form)
+    else:
+        yield from _read_text(part, form)
+
+
+class _JsonContent(NamedTuple):
+    """The content of a .json file: parsed `records`, `lines` to parse one by one, or `text`."""
+
+    kind: str
+    records: list[Any]
+
+
+def _json_content(path: str, form: TextFormat) -> _JsonContent:
+    with _open_stream(path) as stream:
         is_array = stream.peek(1).removeprefix(_BOM).lstrip()[:1] == b"["
         body = stream.read(DOCUMENT_LIMIT + 1) if is_array else stream.readline(DOCUMENT_LIMIT)
         has_more = bool(stream.readline(DOCUMENT_LIMIT).strip())
     if is_array and len(body) > DOCUMENT_LIMIT:
         raise UserError(
-            f"--input={part.path} is a JSON array above {DOCUMENT_LIMIT >> 20} MiB; write the records as "
+            f"--input={path} is a JSON array above {DOCUMENT_LIMIT >> 20} MiB; write the records as "
             "JSON lines: jq -c '.[]' FILE >NAME.jsonl"
         )
     records = _json_records(body) if is_array else []
-    has_record = has_more and isinstance(_parse_line(body.removeprefix(_BOM), form), Document)
     if _contain_text(records, form):
-        yield from _numbered(f"{part.path}: record", records, form)
-    elif _suffix(part.path) in _COMPRESSED or has_record:
-        yield from _read_json_lines(part, form)
-    else:
-        yield from _read_text(part, form)
+        return _JsonContent("records", records)
+    has_record = has_more and isinstance(_parse_line(body.removeprefix(_BOM), form), Document)
+    if _suffix(path) in _COMPRESSED or has_record:
+        return _JsonContent("lines", [])
+    return _JsonContent("text", [])
 
 
 def _json_records(body: bytes) -> list[Any]:

@@ -40,6 +40,7 @@ from fms_fsdp.files import (
     write_atomically,
     write_json,
 )
+from fms_fsdp.hf.chat import save_chat_settings
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.tools.prepare.inputs import Document, InputFile, Problem, Slice
 from fms_fsdp.tools.table import table
@@ -347,10 +348,12 @@ def lock_output(output: Path) -> Iterator[None]:
 
 
 def save_tokenizer(
-    output: Path, tokenizer: Tokenizer, trained_on: dict[str, Any] | None = None
+    output: Path, tokenizer: Tokenizer, name: str, trained_on: dict[str, Any] | None = None
 ) -> None:
-    """Saves a copy of the tokenizer with the shards, and its description meta/tokenizer.json."""
+    """Saves a copy of --tokenizer=NAME with the shards: its files, its description
+    meta/tokenizer.json, and its chat settings."""
     tokenizer.save(output)
+    save_chat_settings(name, output)
     write_json(
         output / "meta" / "tokenizer.json",
         {**asdict(tokenizer.vocabulary), "trained_on": trained_on},

@@ -166,6 +166,43 @@ def test_names_that_are_not_utf8_are_read(
     assert ".jsonl.gz cannot be read" in line
 
 
+def test_folder_of_hub_cache_gives_its_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = tmp_path / "datasets--own--set"
+    snapshot = hub / "snapshots/5fc1/data"
+    snapshot.mkdir(parents=True)
+    for number, name in enumerate(("README.md", "train-0.jsonl", "test-0.jsonl")):
+        blob = hub / f"blobs/{number}fe1"  # sorts before its name
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_bytes(LINES)
+        (snapshot / name).symlink_to(blob)
+    (hub / "refs").mkdir()
+    (hub / "refs/main").write_text("5fc1")
+    assert run(tmp_path, hub).documents == 4
+    notes = capsys.readouterr().err
+    assert "skipped 2 files without a known ending" in notes
+    assert ": refs/main, snapshots/5fc1/data/README.md; --include='*'" in notes
+    assert "source x consists of several splits, test, train" in notes
+
+
+@pytest.mark.parametrize("records", ["a.jsonl", "a.jsonl.gz", "a.json"])
+def test_other_files_beside_records_are_skipped(
+    tmp_path: Path, records: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / records).write_bytes(gzip.compress(LINES) if records.endswith("gz") else LINES)
+    for name in ("LICENSE", "README", "SHA256SUMS", "a.jsonl.bak", "b.txt"):
+        (folder / name).write_text("text")
+    assert run(tmp_path, folder).documents == 3
+    assert "skipped 4 files" in capsys.readouterr().err
+    assert run(tmp_path, folder, include=("*",), output=f"{tmp_path}/all").documents == 7
+    (folder / records).write_text("{}")
+    if records == "a.json":  # a file of settings among code
+        assert run(tmp_path, folder, output=f"{tmp_path}/code").documents == 6
+
+
 def test_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
     folder = tmp_path / "corpus [v1]"
     folder.mkdir()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +17,12 @@ from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.tokenizer import (
     ByteTokenizer,
     SentencePieceTokenizer,
+    Vocabulary,
+    find_tokenizer,
     load_tokenizer,
     unk_warnings,
 )
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools.prepare.command import train_sentencepiece
 from fms_fsdp.tools.prepare.inputs import open_arrow
 
@@ -192,6 +198,30 @@ def test_unknown_tokens_are_reported_per_source(
     assert main(["inspect", "verify", f"--data_path={out}"]) == 0
     assert warning in capsys.readouterr().out
     assert unk_warnings(Storage(str(out)), ["latin", "other"]) == []
+
+
+def test_full_temporary_folder_hides_no_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export wrote a model without tokenizer and EOS."""
+    described = asdict(Vocabulary("sentencepiece", 300, 2, "", "tokenizer.model"))
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/tokenizer.json").write_text(json.dumps(described))
+    assert find_tokenizer(str(tmp_path)) is find_tokenizer(str(tmp_path / "none")) is None
+    (tmp_path / "tokenizer.model").write_bytes(bytes(999))
+    match = (
+        "the tokenizer cannot be copied to the temporary folder: .*; free disk space, or set TMP"
+    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (99, limits[1]))  # of a file: File too large
+    try:
+        with pytest.raises(UserError, match=match):
+            find_tokenizer(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # mkdir says: No such file or directory
+    with pytest.raises(UserError, match=match):
+        find_tokenizer(str(tmp_path))
 
 
 def test_malformed_summary_is_ignored(tmp_path: Path) -> None:
