@@ -259,11 +259,16 @@ def parse_description(data: bytes, source: str) -> tuple[Vocabulary, Any]:
     return Vocabulary(**values), content.get("trained_on")
 
 
+class UnusableTokenizer(UserError):
+    """The tokenizer of the data is there, and needs a package or space that the machine lacks."""
+
+
 def find_tokenizer(root: str) -> Tokenizer | None:
     """Returns the tokenizer that `prepare` kept with the shards of a folder; None without one.
 
     Raises:
-        UserError: its description was not written by `prepare`, or it cannot be read or copied.
+        UnusableTokenizer: it cannot be loaded, or copied to the temporary folder.
+        UserError: its description was not written by `prepare`.
         OSError, ReadFailed: the storage does not give its files.
     """
     try:
@@ -290,7 +295,8 @@ def find_tokenizer(root: str) -> Tokenizer | None:
             return load_tokenizer(copy, described.eos_token)
         except UserError as error:
             name = f"the tokenizer of {files.root}"
-            raise UserError(str(error).replace(f"--tokenizer ({copy})", name)) from error
+            reason = str(error).replace(f"--tokenizer ({copy})", name)
+            raise UnusableTokenizer(reason) from error
 
 
 def read_kept_file(root: str, path: str) -> bytes | None:
@@ -310,9 +316,9 @@ def _temporary_copy(contents: Mapping[str, bytes]) -> Iterator[Path]:
     """Writes files, by name, into a folder that exists within the context.
 
     Raises:
-        UserError: there is no space for them. It must not look like a missing tokenizer, with which
-            an export would continue: tempfile raises FileNotFoundError if no temporary folder can be
-            written.
+        UnusableTokenizer: there is no space for them. It must not look like a missing tokenizer, with
+            which an export would continue: tempfile raises FileNotFoundError if no temporary folder
+            can be written.
     """
     with ExitStack() as stack:
         try:
@@ -320,7 +326,7 @@ def _temporary_copy(contents: Mapping[str, bytes]) -> Iterator[Path]:
             for name, data in contents.items():
                 (folder / name).write_bytes(data)
         except OSError as error:
-            raise UserError(
+            raise UnusableTokenizer(
                 f"the tokenizer cannot be copied to the temporary folder: {error.strerror}; "
                 "free disk space, or set TMPDIR to another folder"
             ) from error

@@ -23,12 +23,13 @@ from fms_fsdp.data.permute import I64
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.data.tokenizer import (
+    UnusableTokenizer,
     UsedTokenizer,
     check_same_tokenizer,
     find_tokenizer,
     folder_tokenizer,
 )
-from fms_fsdp.errors import StorageError, UserError
+from fms_fsdp.errors import UserError
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C
@@ -235,9 +236,7 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
     for root in data_paths:
         try:
             tokenizer = find_tokenizer(root)
-        except StorageError:
-            raise
-        except UserError as error:  # e.g. a package is missing, which training does not need
+        except UnusableTokenizer as error:  # training does not need it
             logger.info("bits per byte are not computed: %s", error)
             return None
         if tokenizer is not None and tokenizer.vocabulary.digest == corpus.tokenizer:

@@ -153,10 +153,11 @@ def save_chat_settings(tokenizer: str, output: Path) -> None:
     found = NO_CHAT
     if tokenizer and tokenizer != "byte":
         found = read_chat_settings(folder)
+    kept = output / CHAT_FILE
     if found:
-        write_json(output / CHAT_FILE, asdict(found))
-    else:
-        (output / CHAT_FILE).unlink(missing_ok=True)
+        write_json(kept, asdict(found))
+    elif kept.exists():
+        kept.unlink()
 
 
 def parse_chat_settings(data: bytes, source: str) -> ChatSettings:
