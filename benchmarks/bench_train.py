@@ -4,7 +4,7 @@
         --use_torch_compile=false,true
     python benchmarks/bench_train.py --nproc=8 --model_variant=7b,llama3_8b --sharding_strategy=fsdp,hsdp \\
         --seq_length=4096,8192 --batch_size=1,2,4,8 --fsdp_activation_checkpointing=false,true
-    python benchmarks/bench_train.py --use_dummy_dataset=False --data_path=data/quickstart --seq_length=128 \\
+    python benchmarks/bench_train.py --use_dummy_dataset=False --data_path=data/quickstart-2 --seq_length=128 \\
         --num_steps=780 --eval_interval=780 --learning_rate=1.2e-3,2e-3
 
 Any flag of main_training.py can have several values, joined by commas; only --output_dir is the benchmark's

@@ -20,7 +20,7 @@ from fms_fsdp.errors import UserError, is_for_user
 from scripts.quickstart_text import prepare_text
 from scripts.results import Stopwatch, print_results
 
-MODEL = "quickstart"
+MODELS = ("quickstart_2m", "quickstart")  # the second was its model before
 QUESTIONS = ("--help", "-h", "--version", "--list_variants", "--list-variants")
 OWN_DATA = ("data_path", "use_dummy_dataset", "dataset_builder")
 # Flags of the script that describe its own text.
@@ -48,6 +48,9 @@ def train_flags(script: Sequence[str], argv: Sequence[str]) -> list[str]:
         for name, value in defaults_of_own_data(given).items():
             if name in set_by_script or presets:
                 values[name] = set_by_script.get(name, value)
+    if presets and is_other_model({**set_by_script, **given}):
+        # The preset does not compile, because its model is small; the program decides.
+        values.setdefault("use_torch_compile", "none")
     if "global_batch_size" in given and presets:
         # The preset's batch size need not divide the global batch.
         values.setdefault("batch_size", "none")
@@ -67,7 +70,7 @@ def is_other_model(given: Mapping[str, str]) -> bool:
     """Returns whether the flags name another model than the quickstart's."""
     if not given.keys().isdisjoint(("init_from_hf", "hf_config")):
         return True
-    return given.get("model_variant", MODEL) != MODEL
+    return given.get("model_variant", MODELS[0]) not in MODELS
 
 
 def defaults_of_text(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
@@ -87,9 +90,9 @@ def defaults_of_own_data(given: Mapping[str, str]) -> dict[str, str]:
     if "data_path" in given:
         folder = Path(given["data_path"]).expanduser()
         if (folder / "validation").is_dir():
-            values["eval_interval"] = "175"
+            values["eval_interval"] = "150"
         if (folder / "tokenizer.model").is_file():
-            values["sample_interval"] = "350"
+            values["sample_interval"] = "225"
     return values
 
 

@@ -39,7 +39,7 @@ DOCUMENTED = ("torch", "sympy", "pandas", "networkx", "numpy")
 PREPARE = (
     "--include=*.py,*.jsonl",
     "--train_tokenizer",
-    "--vocab_size=1024",
+    "--vocab_size=2048",
     "--tokenizer_sample_mb=16",
     "--shard_tokens=1M",
     "--split=98,2",

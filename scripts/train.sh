@@ -18,7 +18,7 @@ cd "$ROOT"
 
 # ---- What to train: edit here, set variables of the environment, or pass flags ----
 FLAGS=(                                               # an empty one leaves the decision to the preset
-    --model_variant="${MODEL_VARIANT:-}"              # a variant: quickstart, 194m, llama3.2_1b, 7b, ...
+    --model_variant="${MODEL_VARIANT:-}"              # a variant: quickstart_2m, 194m, llama3.2_1b, 7b, ...
     --seq_length="${SEQ_LENGTH:-}"                    # tokens of context
     --batch_size="${BATCH_SIZE:-}"                    # sequences per device and accumulation step
     --num_steps="${NUM_STEPS:-}"                      # optimizer steps in total
@@ -26,7 +26,7 @@ FLAGS=(                                               # an empty one leaves the 
     --report_interval="${REPORT_INTERVAL:-}"          # steps between report lines
     --checkpoint_interval="${CHECKPOINT_INTERVAL:-}"  # steps between checkpoints
     # Only with the quickstart's text; the last two also with your own data that have what they need.
-    --data_path="${DATA_DIR:-data/quickstart}"        # token shards of the text, made once
+    --data_path="${DATA_DIR:-data/quickstart-2}"      # token shards of the text, made once
     --datasets="${DATASETS:-}"                        # the sources
     --weights="${WEIGHTS:-}"                          # their shares of the tokens
     --eval_interval="${EVAL_INTERVAL:-}"              # steps between validations on held-out text

@@ -96,6 +96,7 @@ VARIANTS: dict[str, TransformerConfig] = {
     "1.4b": TransformerConfig(24, 2048, 6144, 16, 4),
     "194m": TransformerConfig(10, 1024, 2816, 8, 8),
     "quickstart": TransformerConfig(6, 256, 704, 4, 4, 8192, tie_embeddings=True, init_std=0.05),
+    "quickstart_2m": TransformerConfig(4, 192, 512, 3, 3, 8192, tie_embeddings=True, init_std=0.05),
     "tiny": TransformerConfig(2, 128, 352, 4, 2, 512),
     "qwen2.5_0.5b": _qwen(24, 896, 4864, 14, 2),
     "qwen2.5_1.5b": _qwen(28, 1536, 8960, 12, 2),

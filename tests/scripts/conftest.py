@@ -71,8 +71,8 @@ def repo(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, copy)
     (copy / "fms_fsdp").symlink_to(ROOT / "fms_fsdp")
     (copy / "main_training.py").write_text(STAND_IN)
-    (copy / "data/quickstart/meta").mkdir(parents=True)
-    (copy / "data/quickstart/meta/counts.csv").write_text("dataset/filename,documents,tokens\n")
+    (copy / "data/quickstart-2/meta").mkdir(parents=True)
+    (copy / "data/quickstart-2/meta/counts.csv").write_text("dataset/filename,documents,tokens\n")
     return copy
 
 

@@ -67,9 +67,10 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
     assert argv[:2] == ["--config=quickstart,quickstart_text", "--seq_length=64"]
     assert argv[-2:] == ["--num-steps=50", "--run_name=mine"]
     values = changed(repo)
-    assert (values["model_variant"], values["batch_size"]) == ("quickstart", 16)
+    assert (values["model_variant"], values["batch_size"]) == ("quickstart_2m", 16)
     assert (values["seq_length"], values["num_steps"]) == (64, 50)
-    assert (values["data_path"], values["weights"]) == ("data/quickstart", [2, 2, 1])
+    assert values["use_torch_compile"] is False
+    assert (values["data_path"], values["weights"]) == ("data/quickstart-2", [2, 2, 1])
     console = (repo / "runs/mine/console.txt").read_text()
     for word in ("said on stdout", "said on stderr"):
         assert word in console and word in ended.stdout
@@ -114,14 +115,14 @@ def test_environment_variables_stay_with_own_data(repo: Path) -> None:
     assert called(repo)["argv"] == own
     assert train(repo, "--hf_config=hf").returncode == 0
     values = changed(repo)
-    assert "model_variant" not in values and values["data_path"] == "data/quickstart"
-    assert values["seq_length"] == 128
+    assert "model_variant" not in values and values["data_path"] == "data/quickstart-2"
+    assert values["seq_length"] == 128 and "use_torch_compile" not in values
 
 
 @pytest.mark.parametrize(
     ("flags", "interval"),
     [
-        (["--data-path", "own"], ["--eval_interval=175"]),
+        (["--data-path", "own"], ["--eval_interval=150"]),
         (["--data_path=own", "--eval-interval=7"], ["--eval-interval=7"]),
         (["--data_path=other"], []),
     ],
@@ -147,7 +148,7 @@ def test_own_held_out_data_is_evaluated(repo: Path, flags: list[str], interval: 
 """)
 def test_default_contradicting_a_flag_is_dropped(flag: str, script: str, dropped: str) -> None:
     """A default of the preset, or a flag that train.sh sets."""
-    flags = train_flags(["--data_path=data/quickstart", *script.split()], [flag])
+    flags = train_flags(["--data_path=data/quickstart-2", *script.split()], [flag])
     values = non_defaults(parse_flags(TrainConfig, flags))
     assert flag.partition("=")[0].removeprefix("--") in values and dropped not in values
 
@@ -164,7 +165,7 @@ def test_contradicting_flags_of_the_user_are_rejected(repo: Path) -> None:
 """)
 def test_flag_in_any_spelling_is_passed_once(given: str, name: str) -> None:
     """Twice with two values is an error."""
-    script = ["--data_path=data/quickstart", f"--{name}=7"]
+    script = ["--data_path=data/quickstart-2", f"--{name}=7"]
     config = parse_flags(TrainConfig, train_flags(script, given.split()))
     assert non_defaults(config)[name] == int(given[-1])
 
@@ -172,10 +173,10 @@ def test_flag_in_any_spelling_is_passed_once(given: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sampled"),
     [
-        ([], {"sample_interval": 350, "sample_prompts": ["def main("]}),
+        ([], {"sample_interval": 225, "sample_prompts": ["def main("]}),
         (["--sample-interval=9"], {"sample_interval": 9}),
-        (["--sample_prompts=a,b"], {"sample_interval": 350, "sample_prompts": ["a", "b"]}),
-        (["--data_path=own"], {"sample_interval": 350}),
+        (["--sample_prompts=a,b"], {"sample_interval": 225, "sample_prompts": ["a", "b"]}),
+        (["--data_path=own"], {"sample_interval": 225}),
         (["--data_path=without"], {}),
         (["--data_path=own", "--model_variant=194m"], {}),
     ],
@@ -184,7 +185,7 @@ def test_run_generates_text_at_its_end(
     repo: Path, flags: list[str], sampled: dict[str, Any]
 ) -> None:
     """With the model in memory: to load it again takes longer than a slow machine's user waits."""
-    for folder in ("data/quickstart", "own", "without"):
+    for folder in ("data/quickstart-2", "own", "without"):
         (repo / folder).mkdir(parents=True, exist_ok=True)
         if folder != "without":
             (repo / folder / "tokenizer.model").touch()
@@ -377,7 +378,7 @@ def test_quickstart_text_is_deterministic(tmp_path: Path) -> None:
 
 def test_text_is_prepared_once(repo: Path) -> None:
     """Two at once, as two jobs or array tasks start: the second waits, and finds the text made."""
-    shutil.rmtree(repo / "data/quickstart")
+    shutil.rmtree(repo / "data/quickstart-2")
     (repo / "data/quickstart_text").mkdir()
     lock = lock_folder(repo / "data/quickstart_text")
     second = subprocess.Popen(
@@ -388,8 +389,8 @@ def test_text_is_prepared_once(repo: Path) -> None:
     )
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(2)
-    (repo / "data/quickstart/meta").mkdir(parents=True)
-    (repo / "data/quickstart/meta/counts.csv").touch()
+    (repo / "data/quickstart-2/meta").mkdir(parents=True)
+    (repo / "data/quickstart-2/meta/counts.csv").touch()
     lock.close()
     output, _ = second.communicate(timeout=60)
     assert second.returncode == 0 and output.startswith("runs/")
