@@ -90,9 +90,9 @@ def defaults_of_own_data(given: Mapping[str, str]) -> dict[str, str]:
     if "data_path" in given:
         folder = Path(given["data_path"]).expanduser()
         if (folder / "validation").is_dir():
-            values["eval_interval"] = "150"
+            values["eval_interval"] = "130"
         if (folder / "tokenizer.model").is_file():
-            values["sample_interval"] = "225"
+            values["sample_interval"] = "195"
     return values
 
 

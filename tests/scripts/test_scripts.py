@@ -122,7 +122,7 @@ def test_environment_variables_stay_with_own_data(repo: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "interval"),
     [
-        (["--data-path", "own"], ["--eval_interval=150"]),
+        (["--data-path", "own"], ["--eval_interval=130"]),
         (["--data_path=own", "--eval-interval=7"], ["--eval-interval=7"]),
         (["--data_path=other"], []),
     ],
@@ -173,10 +173,10 @@ def test_flag_in_any_spelling_is_passed_once(given: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sampled"),
     [
-        ([], {"sample_interval": 225, "sample_prompts": ["def main("]}),
+        ([], {"sample_interval": 195, "sample_prompts": ["def main("]}),
         (["--sample-interval=9"], {"sample_interval": 9}),
-        (["--sample_prompts=a,b"], {"sample_interval": 225, "sample_prompts": ["a", "b"]}),
-        (["--data_path=own"], {"sample_interval": 225}),
+        (["--sample_prompts=a,b"], {"sample_interval": 195, "sample_prompts": ["a", "b"]}),
+        (["--data_path=own"], {"sample_interval": 195}),
         (["--data_path=without"], {}),
         (["--data_path=own", "--model_variant=194m"], {}),
     ],
@@ -190,7 +190,7 @@ def test_run_generates_text_at_its_end(
         if folder != "without":
             (repo / folder / "tokenizer.model").touch()
     (repo / "runs/mine").mkdir(parents=True)
-    texts = "--- step 350 ---\nearly\n--- step 700 ---\ndef main(x):\n    return x\n"
+    texts = "--- step 195 ---\nearly\n--- step 390 ---\ndef main(x):\n    return x\n"
     (repo / "runs/mine/samples.txt").write_text(texts)
     ended = train(repo, *flags, "--run_name=mine")
     assert ended.returncode == 0, ended.stderr
