@@ -153,9 +153,6 @@ def _nxd(found: Translation) -> None:
     multiple = found.given("model.make_vocab_size_divisible_by")
     if not multiple and not found.has_known_shape:
         found.set("_vocab_multiple", 128)
-    recomputed = found.given("model.activations_checkpoint_recompute")
-    if recomputed not in ("", "coreattention"):
-        found.mark("changes", "model.activations_checkpoint_recompute")
 
 
 _OLDER_TORCHTITAN = """

@@ -52,7 +52,7 @@ _DECIDING_SHAPE = (
     ("attn_dropout",),
     ("vocab_size", "_tokenizer"),
 )
-_MAX_SIZE = 2**24  # of a flag that is no length of the run; larger numbers are typing errors
+_MAX_SIZE = 2**22  # of a flag that is no length of the run; larger numbers are typing errors
 _SIZES = (*SHAPE, "ffn_hidden_size", "seq_length", "max_seq_len", "vocab_size", "batch_size")
 
 

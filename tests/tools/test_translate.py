@@ -644,7 +644,7 @@ def test_endless_file_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
             NEOX.encode() + b"seq-length: 1.0e15",
             "seq_length = 1.0e15 cannot be used",
         ),
-        ("a.yml", NEOX.encode() + b"seq-length: 100000000000", "must be at most 16,777,216"),
+        ("a.yml", NEOX.encode() + b"seq-length: 100000000000", "must be at most 4,194,304"),
         (
             "a.yml",
             NEOX.encode() + b"train_data_paths: [a]\ntrain_data_weights: [x]",
