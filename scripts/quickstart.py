@@ -16,7 +16,7 @@ from pathlib import Path
 from fms_fsdp import launch
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import flag_texts, parse, parse_flags, replaced_by
-from fms_fsdp.errors import UserError, is_for_user
+from fms_fsdp.errors import UserError, is_for_user, printing
 from scripts.quickstart_text import prepare_text
 from scripts.results import Stopwatch, print_results
 
@@ -144,7 +144,8 @@ def train(script: Sequence[str], argv: Sequence[str]) -> int:
         # The training has ended: signals end this process again.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        print_results(folder, data_dir, given, stopwatch)
+        with printing():
+            print_results(folder, data_dir, given, stopwatch)
     return status
 
 
