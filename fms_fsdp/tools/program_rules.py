@@ -132,12 +132,12 @@ def _megatron(found: Translation) -> None:
     if found.get("num_tokens") and found.get("num_samples"):
         _keep_earlier_end(found)
     ramp = found.get("rampup_batch_size")
-    if ramp and number(ramp[0]) >= number(found.get("global_batch_size", 0)):  # it never rises
+    batch = found.get("global_batch_size")
+    if ramp and batch and number(ramp[0]) >= number(batch):  # it never rises
         found.mark("no effect", "rampup_batch_size")
         del found.flags["rampup_batch_size"]
-    if {"data_path", "train_data_path"} & found.keys.keys() and "_split" not in found.flags:
-        if "data_path" in found.keys:
-            found.set("_split", "969,30,1")
+    if "data_path" in found.keys and "_split" not in found.flags:
+        found.set("_split", "969,30,1")
 
 
 def _keep_earlier_end(found: Translation) -> None:
