@@ -71,8 +71,14 @@ def launch(folder: Path, plan: str, **variables: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=restore_signals,
     )
+
+
+def restore_signals() -> None:
+    """A shell without job control lets its background ignore SIGINT, and nohup SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
@@ -193,12 +199,14 @@ def test_output_goes_to_terminal_and_console(
 def stopped(folder: Path, plan: str, *numbers: int, **variables: str) -> str:
     """Returns the output of a training that the whole group of the launcher asked to stop."""
     process = launch(folder, plan, **variables)
-    wait_for(folder / "run/ready")
-    for number in numbers:
-        os.killpg(process.pid, number)
-        wait_for(folder / "run/asked")
-    time.sleep(0.3)  # so that a second signal would reach the training
-    (folder / "run/end").touch()
+    try:
+        wait_for(folder / "run/ready")
+        for number in numbers:
+            os.killpg(process.pid, number)
+            wait_for(folder / "run/asked")
+        time.sleep(0.3)  # so that a second signal would reach the training
+    finally:
+        (folder / "run/end").touch()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert not (folder / "run/STOP").exists()
