@@ -1,4 +1,4 @@
-"""What torch.compile needs on this machine. Standard library only: scripts/train.sh asks too."""
+"""What torch.compile needs on this machine. Imports nothing but the standard library."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ FLAGS=(                                               # an empty one leaves the 
     --eval_interval="${EVAL_INTERVAL:-}"              # steps between validations on held-out text
     --sample_interval="${SAMPLE_INTERVAL:-}"          # steps between texts that the model writes
 )
-# ---- Where to train: detected, or variables of the environment say it ----
+# ---- Where to train: detected, or set by variables of the environment ----
 # NPROC_PER_NODE   processes on this machine (default: one per GPU; without GPUs one that uses all cores)
 # NNODES, NODE_RANK, MASTER_ADDR   number of nodes, this node's number from 0, name of the first node
 #                  (default: from SLURM). With NNODES=MIN:MAX nodes may fail and come back; NODE_RANK then
