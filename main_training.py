@@ -34,7 +34,7 @@ before_torch()
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import Parsed, describe_changes, describe_flags, parse
 from fms_fsdp.config.values import counted
-from fms_fsdp.run.listings import print_listing
+from fms_fsdp.models.listings import print_listing
 from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
 from fms_fsdp.run.stop import StopControl, StopSignals
 
@@ -432,7 +432,7 @@ def wire(
     exporter = None
     interval = cfg.checkpoint.export_interval
     if interval:
-        from fms_fsdp.run.exports import Exporter
+        from fms_fsdp.hf.exporter import Exporter
 
         exports = run_dir.folder / "exports"
         exporter = Exporter(interval, run_dir.checkpoints, exports, mesh, state.step)

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from published import ASSUMED, DEVICES_PER_NODE, Peak, Published, peak_of, read_published
 
+from fms_fsdp.console import table
 from fms_fsdp.errors import UserError
 from fms_fsdp.predict.speed import EFFICIENCY, Efficiency, step_time
-from fms_fsdp.tools.table import table
 
 OWN = ("matmul", "attention")  # values of a generation; the others are shared
 # the values before anything is fitted, and by which factor they are trusted

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from fms_fsdp.data.tokenizer import Tokenizer
     from fms_fsdp.models.llama import Llama
+    from fms_fsdp.tokenizers.tokenizer import Tokenizer
 
 
 def load_model(

@@ -28,52 +28,64 @@ from fms_fsdp.errors import (
 )
 
 CALLED = PROGRAM or "python -m fms_fsdp"
-# command, of one word or two → (module:function in fms_fsdp.tools, what it does); the type of the function's
+# command, of one word or two → (module:function, what it does); the type of the function's
 # `config` declares the flags, and the module is imported only to run the command
 COMMANDS = {
     "train": (
         "",
         "train a model, as main_training.py does, with one process per GPU",
     ),
-    "prepare": ("prepare.command:main", "text, source code, JSON lines, Parquet → token shards"),
+    "prepare": (
+        "fms_fsdp.prepare.command:main",
+        "text, source code, JSON lines, Parquet → token shards",
+    ),
     "convert": (
-        "prepare.convert:main",
+        "fms_fsdp.prepare.convert:main",
         "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
     ),
-    "inspect step": ("inspect:print_step", "files, documents and tokens in the rows of any step"),
-    "inspect verify": ("inspect:verify", "every shard against the counts, to the last token"),
+    "inspect step": (
+        "fms_fsdp.tools.inspect:print_step",
+        "files, documents and tokens in the rows of any step",
+    ),
+    "inspect verify": (
+        "fms_fsdp.tools.inspect:verify",
+        "every shard against the counts, to the last token",
+    ),
     "evaluate": (
-        "evaluate:main",
+        "fms_fsdp.tools.evaluate:main",
         "held-out loss of a checkpoint, multiple-choice questions, or tasks of lm-eval",
     ),
-    "generate": ("generate:main", "text that a checkpoint writes after a prompt"),
+    "generate": ("fms_fsdp.tools.generate:main", "text that a checkpoint writes after a prompt"),
     "import": (
-        "import_weights:main",
+        "fms_fsdp.hf.import_upstream:main",
         "convert a checkpoint of upstream fms-fsdp to a Hugging Face checkpoint",
     ),
-    "export": ("export:main", "write a checkpoint as a Hugging Face checkpoint"),
-    "ckpt list": ("ckpt:list_checkpoints", "the checkpoints of a run: size, tokens, health"),
+    "export": ("fms_fsdp.hf.export:main", "write a checkpoint as a Hugging Face checkpoint"),
+    "ckpt list": (
+        "fms_fsdp.tools.ckpt:list_checkpoints",
+        "the checkpoints of a run: size, tokens, health",
+    ),
     "ckpt verify": (
-        "ckpt:verify_checkpoints",
+        "fms_fsdp.tools.ckpt:verify_checkpoints",
         "every byte of the checkpoints against its checksum",
     ),
     "ckpt inspect": (
-        "ckpt_inspect:main",
+        "fms_fsdp.tools.ckpt:inspect",
         "shape, norm and spread of every tensor",
     ),
     "ckpt prune": (
-        "ckpt:prune_checkpoints",
+        "fms_fsdp.tools.ckpt:prune_checkpoints",
         "delete checkpoints that a rule does not keep, or show which",
     ),
     "estimate": (
-        "estimate:main",
+        "fms_fsdp.tools.estimate:main",
         "how long a training will take, what it needs, and the fastest layout",
     ),
     "translate": (
-        "translate:main",
+        "fms_fsdp.tools.translate:main",
         "the configuration of another program → a TOML file of this one, and what it leaves out",
     ),
-    "report": ("report:main", "a page of curves and tables from run directories"),
+    "report": ("fms_fsdp.tools.report:main", "a page of curves and tables from run directories"),
 }
 REMOVED = {  # command -> what to use in its place
     "score": "use evaluate --questions=FILE",
@@ -88,7 +100,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     set_up_streams()
     check_installed()
     if argv[:1] == ["--version"]:
-        from fms_fsdp.run.listings import print_listing
+        from fms_fsdp.models.listings import print_listing
 
         print_listing(argv)
     in_group = [name for name in COMMANDS if argv and name.startswith(f"{argv[0]} ")]
@@ -101,7 +113,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         return _print_commands(argv, num_words, in_group or list(COMMANDS))
     if command == "train":
         from fms_fsdp import launch
-        from fms_fsdp.run.listings import print_listing
+        from fms_fsdp.models.listings import print_listing
 
         print_listing(argv[1:])
         try:
@@ -142,9 +154,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
 def find_command(command: str) -> Callable[[Any], object]:
     """Imports and returns the function of a command."""
     module, _, function = COMMANDS[command][0].partition(":")
-    found: Callable[[Any], object] = getattr(
-        importlib.import_module(f"fms_fsdp.tools.{module}"), function
-    )
+    found: Callable[[Any], object] = getattr(importlib.import_module(module), function)
     return found
 
 

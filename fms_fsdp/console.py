@@ -1,4 +1,4 @@
-"""The printed lines of rank 0: plain text; on a terminal with colours, and a live line below the text."""
+"""Output: the lines of rank 0 with a live line on a terminal, and the tables and progress of commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
 _LOSSES = re.compile(r"(?<=\bloss )[0-9.]+|(?<=\bval )[0-9.]+")
@@ -84,3 +85,21 @@ def _terminal_behind() -> int | None:
     except OSError:
         return None
     return number if os.isatty(number) else None
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: Collection[int] = (0,)
+) -> str:
+    """Returns the head and the rows in aligned columns: `text_columns` left, all others right."""
+    columns = list[list[str]]()
+    for number, column in enumerate(zip(*[head, *rows], strict=True)):
+        pad = str.ljust if number in text_columns else str.rjust
+        width = max(map(len, column))
+        columns.append([pad(cell, width) for cell in column])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def rewrite_line(text: str) -> None:
+    """Rewrites the last line of a command's terminal, if stderr is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
+from fms_fsdp.checkpoint.trained import checkpoint_tokenizer, require_checkpoint
 from fms_fsdp.config import NUM_BYTES, Precision, TrainConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.corpus import Corpus
@@ -40,8 +41,7 @@ from fms_fsdp.models.loss import Losses, chunk_size, empty_logits
 from fms_fsdp.parallel.fsdp import free_gathered
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Memory, Step, minimum_memory
-from fms_fsdp.run.resume import check_tokenizer, checkpoint_tokenizer
-from fms_fsdp.run.trained_run import require_checkpoint
+from fms_fsdp.run.resume import check_tokenizer
 from fms_fsdp.state import RunConfig
 
 _FLAG = "--teacher_path"

@@ -1,4 +1,4 @@
-"""Writes that a reader sees complete or not at all, and names of files that come from other files.
+"""Files and folders that a reader sees complete or not at all, and names of files from other files.
 
 Network and FUSE file systems lack some operations (sync of folders, rename over a file, mmap, a
 size). Without them a write still ends well, and one note says what is missing.
@@ -11,11 +11,15 @@ library only.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
 import re
+import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +126,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file that the user chose.
+
+    Raises:
+        UserError: the file cannot be read, or has no object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read: {error.strerror}; download the checkpoint again"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}; download the file again") from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise UserError(f"{path} must hold an object, not a {kind}; download it again")
+    return content
+
+
 def write_json(path: Path, content: Any) -> None:
     """Writes indented JSON, atomically and synced to disk."""
     write_atomically(path, json.dumps(content, indent=1) + "\n", sync=True)
@@ -189,3 +213,56 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise StorageError(f"{os.fspath(path)} must be a regular file; remove what stands there")
     return descriptor
+
+
+def check_output_is_new(path: Path) -> None:
+    """Raises UserError if the folder that --output names exists."""
+    if path.exists():
+        raise UserError(f"--output ({path}) must not exist; choose another, or remove it")
+
+
+@contextmanager
+def write_folder(path: Path) -> Iterator[Path]:
+    """Yields a folder next to `path` that gets its name at the end, or is removed on an error.
+
+    The remains of a killed process are removed first.
+
+    Raises:
+        UserError: another process writes this folder.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked_folder(partial, path):
+        check_output_is_new(path)  # another export may have ended before the lock was free
+        for child in partial.iterdir():
+            if child.is_dir():
+                shutil.rmtree(child)
+            else:
+                child.unlink()
+        try:
+            yield partial
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _locked_folder(partial: Path, path: Path) -> Iterator[None]:
+    """Locks the folder itself, which leaves no file in it; the lock ends with the process.
+
+    A file system without locks protects nothing.
+    """
+    descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"--output ({path}) is being written by another export; wait for it, or choose "
+                    "another folder"
+                ) from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -22,7 +22,8 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.data.tokenizer import NO_RULES, TextRules, Tokenizer, shards_bos_id
+from fms_fsdp.checkpoint.trained import checkpoint_data, recorded_tokenizer, require_checkpoint
+from fms_fsdp.data.tokenizer import shards_bos_id
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.tokenizer import find_hf_tokenizer, hf_text_rules
 from fms_fsdp.hf.weights import fill, is_hf_checkpoint, open_checkpoint
@@ -30,8 +31,7 @@ from fms_fsdp.models.attention import KVCache
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.run.resume import checkpoint_data
-from fms_fsdp.run.trained_run import recorded_tokenizer, require_checkpoint
+from fms_fsdp.tokenizers.tokenizer import NO_RULES, TextRules, Tokenizer
 
 
 class TextModel(NamedTuple):

@@ -15,7 +15,7 @@ from torch import nn
 
 from fms_fsdp.config import DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.values import one_line
-from fms_fsdp.data.tokenizer import TextRules, find_tokenizer, shards_bos_id
+from fms_fsdp.data.tokenizer import find_tokenizer, shards_bos_id
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
@@ -25,6 +25,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import TrainState
+from fms_fsdp.tokenizers.tokenizer import TextRules
 
 SAMPLE_TOKENS = 100  # maximum per text
 

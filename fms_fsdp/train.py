@@ -39,7 +39,7 @@ from fms_fsdp.run.stop import StopControl
 from fms_fsdp.state import StepResult, TrainState
 
 if TYPE_CHECKING:
-    from fms_fsdp.run.exports import Exporter
+    from fms_fsdp.hf.exporter import Exporter
     from fms_fsdp.samples import Sampler
 
 

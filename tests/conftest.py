@@ -40,7 +40,7 @@ SPREAD = (
     "tests/test_flags_property.py",
     "tests/test_generate.py",
     "tests/test_training.py",
-    "tests/tools/test_export.py",
+    "tests/hf/test_export.py",
 )
 gc.disable()  # until all tests are imported
 

@@ -21,34 +21,36 @@ LAYERS = [
     ["config"],
     ["launch"],
     ["distributed"],
+    ["tokenizers"],
     ["data"],
     ["models"],
-    ["hf"],
     ["parallel", "optim"],
     ["state"],
     ["predict"],
     ["checkpoint"],
+    ["hf"],
     ["metrics"],
     ["run"],
     ["plan"],
     ["evaluate", "generate", "distill"],
     ["samples"],
     ["train"],
+    ["prepare"],
     ["tools"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Packages of optional components. Code of a later layer imports them anywhere; any code may import
 # those of this table inside the function that uses the component. A default run imports none (tests/run/test_no_part.py).
-OPTIONAL = ("tools", "hf", "generate", "samples", "distill")
+OPTIONAL = ("tools", "prepare", "hf", "generate", "samples", "distill")
 IN_FUNCTIONS = {
     ("models", "hf"),
-    ("data", "hf"),
     ("run", "hf"),
     ("run", "samples"),
     ("run", "distill"),
     ("plan", "hf"),
     ("__init__", "generate"),
+    ("train", "hf"),
     ("train", "samples"),
     ("main_training", "hf"),
     ("main_training", "samples"),

@@ -104,7 +104,7 @@ def read_by_its_parser(line: str) -> None:
                 return _parse(TrainConfig, rest[1:])
             num_words = 1 if rest[0] in COMMANDS else 2
             module, _, name = COMMANDS[" ".join(rest[:num_words])][0].partition(":")
-            run = getattr(importlib.import_module(f"fms_fsdp.tools.{module}"), name)
+            run = getattr(importlib.import_module(module), name)
             if flags := rest[num_words:]:  # without flags a sentence only names the command
                 _parse(typing.get_type_hints(run)["config"], flags)
             return None

@@ -25,11 +25,11 @@ from fms_fsdp.checkpoint.folders import problem
 from fms_fsdp.config import BatchPlan, DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.corpus import open_corpus
-from fms_fsdp.data.tokenizer import ByteTokenizer
 from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.errors import UserError
+from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.run.startup_log import changed_validation
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
+from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
 from tests.run.test_launch import wait_for

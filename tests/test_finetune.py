@@ -17,9 +17,9 @@ from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.generate import load
-from fms_fsdp.tools.export import ExportConfig
-from fms_fsdp.tools.export import main as export
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
+from fms_fsdp.hf.export import ExportConfig
+from fms_fsdp.hf.export import main as export
+from fms_fsdp.prepare.command import PrepareConfig, prepare
 from tests.cli import metrics, run, trained
 from tests.test_evaluate import evaluations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fms_fsdp
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import PrepareConfig, prepare
 from tests.cli import trained
 
 

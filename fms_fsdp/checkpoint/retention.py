@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fms_fsdp.config.checkpoint import KeepConfig
 from fms_fsdp.config.formats import StepRange, parse_ranges
-from fms_fsdp.config.outputs import KeepConfig
 from fms_fsdp.errors import UserError
 from fms_fsdp.state import TrainMetadata
 

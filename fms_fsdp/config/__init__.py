@@ -6,15 +6,15 @@ at startup: from the variant, the data, the world or the hardware. Standard libr
 
 from fms_fsdp.config.batch import BatchPlan as BatchPlan
 from fms_fsdp.config.batch import plan_batch as plan_batch
+from fms_fsdp.config.checkpoint import CheckpointConfig as CheckpointConfig
 from fms_fsdp.config.data import DataConfig as DataConfig
+from fms_fsdp.config.evaluation import EvalConfig as EvalConfig
 from fms_fsdp.config.flag import flag as flag
 from fms_fsdp.config.flag import flag_table as flag_table
+from fms_fsdp.config.log import LogConfig as LogConfig
+from fms_fsdp.config.log import ProfilerConfig as ProfilerConfig
 from fms_fsdp.config.model import ModelConfig as ModelConfig
 from fms_fsdp.config.optim import OptimConfig as OptimConfig
-from fms_fsdp.config.outputs import CheckpointConfig as CheckpointConfig
-from fms_fsdp.config.outputs import EvalConfig as EvalConfig
-from fms_fsdp.config.outputs import LogConfig as LogConfig
-from fms_fsdp.config.outputs import ProfilerConfig as ProfilerConfig
 from fms_fsdp.config.parallel import ParallelConfig as ParallelConfig
 from fms_fsdp.config.precision import BF16 as BF16
 from fms_fsdp.config.precision import FP32 as FP32

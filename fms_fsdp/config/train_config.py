@@ -13,11 +13,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.config.checkpoint import CheckpointConfig
 from fms_fsdp.config.data import DataConfig
+from fms_fsdp.config.evaluation import EvalConfig
 from fms_fsdp.config.flag import build_config, coerce, flag_table, non_defaults, only_one
+from fms_fsdp.config.log import LogConfig, ProfilerConfig
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
-from fms_fsdp.config.outputs import CheckpointConfig, EvalConfig, LogConfig, ProfilerConfig
 from fms_fsdp.config.parallel import ParallelConfig
 from fms_fsdp.config.precision import PrecisionConfig
 from fms_fsdp.config.training import TrainingConfig

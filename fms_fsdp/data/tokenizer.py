@@ -1,239 +1,38 @@
-"""Tokenizers: text to token ids and back, and the copy that `prepare` keeps with its shards.
+"""The tokenizer that `prepare` keeps with its shards.
 
-    load_tokenizer("byte" | FILE | FOLDER) ── encode(texts) -> token arrays ── decode(ids) -> text
-    find_tokenizer(data_path) ── the tokenizer of token shards
-
-Bytes and sentencepiece models need no further package; every other format is read by hf/tokenizer.py.
-
-Invariant: `decode(encode([text])[0]) == text` for bytes and for sentencepiece models that `prepare` trained
-(identity normalization, no dummy prefix, byte fallback), except for U+2581, sentencepiece's mark for a space.
+find_tokenizer(data_path) ── the tokenizer of token shards
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import logging
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from fms_fsdp.config.values import shown
 from fms_fsdp.data.corpus import SUFFIX
 from fms_fsdp.data.shards import Files
 from fms_fsdp.data.storage import Storage
-from fms_fsdp.errors import MissingInput, UserError, is_installed
-from fms_fsdp.files import safe_name, shown_name, write_atomically
-
-Tokens = npt.NDArray[Any]
-FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
-_LARGEST_FILE = 1 << 28  # bytes of a tokenizer
-_MAX_UNK_FRACTION = 1e-3  # of the tokens of a source
-# texts that tokenizers split in different ways
-PROBES = (
-    "The quick brown fox, isn't it? 'Tis DON'T\u00a0naïve Ünïcode.",
-    "  two spaces,\tTabs\n\n\nlines\r\n   trailing   ",
-    "0 12 345 6789 3.14159 1,000,000 2026-11-22",
-    "def f(x: int) -> str:\n    return x[0:-1] != {'a': \"b\"}  # TODO\n",
-    "漢字かな交じり文 한국어 Русский текст العربية हिन्दी 😀👩‍👩‍👧",
-    "https://example.org/a_b?c=%20d&e=f#g [SEP] <endoftext>",
+from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.files import safe_name, shown_name
+from fms_fsdp.tokenizers.tokenizer import (
+    FILE_NAMES,
+    ByteTokenizer,
+    Tokenizer,
+    UsedTokenizer,
+    Vocabulary,
+    load_tokenizer,
 )
 
+_LARGEST_FILE = 1 << 28  # bytes of a tokenizer
+_MAX_UNK_FRACTION = 1e-3  # of the tokens of a source
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The tokenizer as shards record it. `file_name`: the copy next to the shards ("" for bytes)."""
-
-    kind: str  # byte | sentencepiece | huggingface
-    size: int
-    eos_id: int
-    digest: str
-    file_name: str
-    eos_token: str = ""  # --eos_token, if it replaces the tokenizer's own
-
-    def kept_in(self, folder: Path) -> str:
-        """Returns the name by which `load_tokenizer` opens the copy in that folder."""
-        return str(folder / self.file_name) if self.file_name else self.kind
-
-
-@dataclass(frozen=True)
-class TextRules:
-    """Ids around a text that the model reads, and ids that end a text that it generates."""
-
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    ends: tuple[int, ...] = ()
-
-
-NO_RULES = TextRules()
-
-
-class Tokenizer(Protocol):
-    """The interface of all tokenizers. `encode` adds no BOS or EOS token."""
-
-    vocabulary: Vocabulary
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Returns one array of ids, (length of the text in tokens), per text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids without BOS and EOS tokens."""
-
-    def token_bytes(self) -> Tokens:
-        """Returns the UTF-8 bytes of each id, int64; 0 for control tokens."""
-
-    def token_id(self, token: str) -> int | None:
-        """Returns the id of a token, None if there is none of that name."""
-
-    def unk_id(self) -> int | None:
-        """Returns the id that stands for text outside the vocabulary; None if there is none."""
-
-    def save(self, folder: Path) -> None:
-        """Writes `vocabulary.file_name` into the folder."""
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255; 256 is BOS, 257 EOS."""
-
-    vocabulary = Vocabulary(
-        "byte", 258, 257, hashlib.sha256(b"utf-8 bytes, bos 256, eos 257").hexdigest(), ""
-    )
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def token_bytes(self) -> Tokens:
-        return (np.arange(self.vocabulary.size) < 256).astype(np.int64)
-
-    def token_id(self, token: str) -> int | None:
-        return {"<|begin_of_text|>": 256, "<|end_of_text|>": 257}.get(token)
-
-    def unk_id(self) -> int | None:
-        return None
-
-    def save(self, folder: Path) -> None:
-        """Writes nothing: the byte tokenizer has no file."""
-
-
-class SentencePieceTokenizer:
-    """A sentencepiece model."""
-
-    def __init__(self, model: bytes, name: str, eos_token: str = "") -> None:
-        import sentencepiece
-
-        self._model = model
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            size = int(self._processor.vocab_size())
-            for number in range(size):  # pieces of a corrupt model may not be text
-                self._processor.id_to_piece(number)
-        except (RuntimeError, UnicodeDecodeError) as error:
-            text = shown(str(error))
-            raise UserError(
-                f"--tokenizer ({name}) is not a sentencepiece model: {text}; set --tokenizer to its "
-                "tokenizer.json"
-            ) from error
-        eos_id = self.token_id(eos_token) if eos_token else int(self._processor.eos_id())
-        if eos_id is None or eos_id < 0:
-            raise UserError(no_end_token(name, eos_token))
-        digest = hashlib.sha256(model).hexdigest()
-        self.vocabulary = Vocabulary(
-            "sentencepiece", size, eos_id, digest, FILE_NAMES["sentencepiece"], eos_token
-        )
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        rows = self._processor.encode(list(texts), out_type=int, num_threads=1)
-        return [np.array(row, dtype=np.uint32) for row in rows]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._processor.decode(list(map(int, ids))))
-
-    def token_bytes(self) -> Tokens:
-        model = self._processor
-        table = np.zeros(self.vocabulary.size, dtype=np.int64)
-        for i in range(self.vocabulary.size):
-            if not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
-                table[i] = piece_bytes(model.id_to_piece(i))
-        return table
-
-    def token_id(self, token: str) -> int | None:
-        number = int(self._processor.piece_to_id(token))
-        return number if self._processor.id_to_piece(number) == token else None
-
-    def unk_id(self) -> int | None:
-        number = int(self._processor.unk_id())
-        return number if number >= 0 else None
-
-    def save(self, folder: Path) -> None:
-        write_atomically(folder / self.vocabulary.file_name, self._model, sync=True)
-
-
-def piece_bytes(piece: str) -> int:
-    """Returns the UTF-8 bytes of a sentencepiece piece, which is a byte as <0x0A>, or text with
-    U+2581 for spaces."""
-    return (
-        1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
-    )
-
-
-def no_end_token(name: str, eos_token: str) -> str:
-    if eos_token:
-        return f"--eos_token ({eos_token}) is not a token of {name}"
-    return (
-        f"--tokenizer ({name}) names no end-of-document token; set --eos_token to one of its tokens"
-    )
-
-
-def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """Returns the tokenizer `byte`, or the one of a file or folder. An unchanged file is read once.
-
-    Of a folder, tokenizer.json is read before tokenizer.model if the package tokenizers is installed.
-
-    Raises:
-        FileNotFoundError, UserError: no such file, not a tokenizer, or one without an EOS token.
-    """
-    if name == "byte":
-        return ByteTokenizer()
-    path = Path(name).expanduser()
-    if path.is_dir():
-        names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
-        if not is_installed("tokenizers"):
-            names.insert(0, names.pop(1))
-        if not (found := [path / each for each in names if (path / each).is_file()]):
-            raise MissingInput(f"--tokenizer ({name}) has none of {', '.join(names)}")
-        path = found[0]
-    if not path.is_file():
-        raise MissingInput(
-            f"--tokenizer ({name}) does not exist; set it to byte or a model file, or use --train_tokenizer"
-        )
-    digest = hashlib.sha256()
-    for file in (path, path.with_name("tokenizer_config.json"), path.with_name("merges.txt")):
-        digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"-")
-    return _load(path, name, eos_token, digest.hexdigest())
-
-
-@functools.lru_cache(maxsize=4)
-def _load(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
-    """Loads a tokenizer; `digest` covers its files, so that the cache rereads a changed file."""
-    if path.suffix == ".json":
-        from fms_fsdp.hf.tokenizer import HFTokenizer
-
-        return HFTokenizer(path, eos_token)
-    return SentencePieceTokenizer(path.read_bytes(), name, eos_token)
 
 
 def parse_description(data: bytes, source: str) -> tuple[Vocabulary, Any]:
@@ -374,38 +173,9 @@ def unk_warnings(files: Files, sources: Iterable[str]) -> list[str]:
     return [text for name, each in fractions.items() if (text := unk_warning(name, each))]
 
 
-@dataclass(frozen=True)
-class UsedTokenizer:
-    """The tokenizer that something was made with. `name`: of the thing, for a message; `digest`: of the
-    tokenizer, "" if unknown; `find`: opens a copy, None if there is none."""
-
-    name: str
-    digest: str
-    find: Callable[[], Tokenizer | None]
-
-
 def folder_tokenizer(name: str, digest: str, root: str) -> UsedTokenizer:
     """Returns the tokenizer of the shards in a folder, or of the shards that a checkpoint was trained on."""
     return UsedTokenizer(name, digest, lambda: find_tokenizer(root) if root else None)
-
-
-def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) -> None:
-    """Checks that two things were made with the same tokenizer. Two files of a tokenizer may differ, such as
-    tokenizer.model and tokenizer.json: if the digests differ, the ids of `PROBES` are compared.
-
-    Raises:
-        UserError: the tokenizers differ.
-    """
-    if not one.digest or not other.digest or one.digest == other.digest:
-        return
-    ids = []
-    for each in (one, other):
-        found = each.find()
-        if found is not None and found.vocabulary.digest == each.digest:
-            ids.append([row.tolist() for row in found.encode(PROBES)])
-    if len(ids) < 2 or ids[0] != ids[1]:
-        names = f"{one.name} is of tokenizer {one.digest[:12]}, {other.name} of {other.digest[:12]}"
-        raise UserError(f"{names}; {remedy}")
 
 
 def shards_bos_id(root: str, tokenizer: Tokenizer) -> int | None:

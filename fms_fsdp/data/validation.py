@@ -22,14 +22,9 @@ from fms_fsdp.data.corpus import Corpus, ShortSource, open_corpus
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import TokenStream, build_stream
-from fms_fsdp.data.tokenizer import (
-    UnusableTokenizer,
-    UsedTokenizer,
-    check_same_tokenizer,
-    find_tokenizer,
-    folder_tokenizer,
-)
+from fms_fsdp.data.tokenizer import UnusableTokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.errors import UserError
+from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C

@@ -7,16 +7,14 @@ folder of --init_from_hf ──────────────────�
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config.values import shown
-from fms_fsdp.data.tokenizer import Tokenizer
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import write_json
-from fms_fsdp.hf.config import read_json
+from fms_fsdp.files import read_json_object, write_json
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, token_text
 
 CHAT_FILE = "meta/chat.json"
 # fields of generation_config.json that are carried over, or that say nothing about sampling
@@ -80,17 +78,6 @@ class ChatSettings:
 
 
 NO_CHAT = ChatSettings()
-
-
-def token_text(settings: Mapping[str, Any], key: str) -> str:
-    """Returns the text of a special token of tokenizer_config.json, "" if it has none."""
-    token = settings.get(key)
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and not (isinstance(token, str) and token.isprintable()):
-        raise UserError(
-            f"{key}={shown(str(token)[:99])} of tokenizer_config.json must be printable text"
-        )
-    return token or ""
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
@@ -194,4 +181,4 @@ def merged(first: ChatSettings, second: ChatSettings) -> ChatSettings:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}

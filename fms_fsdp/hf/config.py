@@ -11,7 +11,6 @@ Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt2,gpt_neox} (con
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.values import shown
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import read_json_object
 from fms_fsdp.models.config import RopeScaling, TransformerConfig
 
 
@@ -192,25 +192,6 @@ _TRAINING_ONLY = frozenset(
 _LARGEST = {"vocab_size": 1 << 28, "max_seq_len": 1 << 22}  # others: 1 << 20
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises: UserError in one line."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror}; download the checkpoint again"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not JSON: {shown(str(error))}; download the file again"
-        ) from None
-    if not isinstance(content, dict):
-        raise UserError(
-            f"{path} must hold an object, not a {type(content).__name__}; download it again"
-        )
-    return content
-
-
 def read_config(path: Path) -> TransformerConfig:
     """Returns the model of a config.json.
 
@@ -219,7 +200,7 @@ def read_config(path: Path) -> TransformerConfig:
     """
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; name a Hugging Face checkpoint folder")
-    return config_from_hf(read_json(path))
+    return config_from_hf(read_json_object(path))
 
 
 def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:

@@ -27,8 +27,8 @@ from fms_fsdp.config.values import format_bytes, shown
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import free_bytes, sync_to_disk
-from fms_fsdp.hf.config import find_family, read_config, read_json
+from fms_fsdp.files import free_bytes, read_json_object, sync_to_disk
+from fms_fsdp.hf.config import find_family, read_config
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
@@ -172,7 +172,7 @@ def split(
 def is_hf_checkpoint(folder: Path) -> bool:
     """Returns whether a folder has a config.json of Hugging Face; run directories have another."""
     try:
-        return "model_type" in read_json(folder / "config.json")
+        return "model_type" in read_json_object(folder / "config.json")
     except UserError:
         return False
 
@@ -234,7 +234,7 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
                 f"{problem}; convert {pickled[0]} with transformers: {load}.save_pretrained('{folder}')"
             )
         raise UserError(f"{problem}; name a folder with weights")
-    places = read_json(index).get("weight_map")
+    places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{index.name} has no weight_map; download the checkpoint again")
     files: dict[str, dict[str, torch.Tensor]] = {}

@@ -17,15 +17,17 @@ from fms_fsdp.checkpoint.folders import (
     find_checkpoint,
     leftovers,
 )
+from fms_fsdp.checkpoint.trained import checkpoint_tokenizer
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
-from fms_fsdp.data.tokenizer import UsedTokenizer, check_same_tokenizer, folder_tokenizer
+from fms_fsdp.data.tokenizer import folder_tokenizer
 from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
 from fms_fsdp.errors import UserError, read_failed
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.state import RunConfig, TrainMetadata
+from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer
 
 
 @dataclass(frozen=True)
@@ -222,17 +224,6 @@ def check_tokenizer(
         path = cfg.data.data_path
         own = folder_tokenizer(f"--data_path={path}", corpus.tokenizer, path)
         check_same_tokenizer(own, used, fix)
-
-
-def checkpoint_data(checkpoint: Checkpoint) -> str:
-    """Returns the folder of the data that a checkpoint was trained on; "" for synthetic data."""
-    return checkpoint.metadata.run.located.data.data_path
-
-
-def checkpoint_tokenizer(checkpoint: Checkpoint) -> UsedTokenizer:
-    """Returns the tokenizer of the data that a checkpoint was trained on."""
-    digest, path = checkpoint.metadata.run.tokenizer, checkpoint_data(checkpoint)
-    return folder_tokenizer(f"the checkpoint {checkpoint.folder}", digest, path)
 
 
 def check_resume(run: RunConfig, resume: ResumePoint) -> None:

@@ -1,20 +1,36 @@
-"""`python -m fms_fsdp ckpt list|verify|prune`: shows, checks and deletes checkpoints of a run."""
+"""`python -m fms_fsdp ckpt list|verify|inspect|prune`: lists, checks and deletes checkpoints of a run.
+
+`inspect` reads one tensor at a time and builds no model.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fms_fsdp.checkpoint import folders
-from fms_fsdp.checkpoint.folders import CheckpointDeleted
+from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, read_checkpoint
+from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
+from fms_fsdp.checkpoint.trained import require_checkpoint
 from fms_fsdp.config import flag
+from fms_fsdp.console import rewrite_line, table
 from fms_fsdp.errors import UserError
+from fms_fsdp.hf.weights import is_hf_checkpoint, open_checkpoint, weight_map
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.state import TrainMetadata
-from fms_fsdp.tools.table import table
 
+Stats = dict[str, Any]
 LIST_HEAD = ("checkpoint", "GiB", "tokens", "validation loss", "state")
+COLUMNS = ("norm", "mean", "std", "min", "max", "zeros", "non_finite")
+_LARGEST_RMS = 1e4  # of a weight; trained ones are below 10
 _PATH = "run directory, folder of checkpoints, or one checkpoint"
 
 
@@ -41,6 +57,21 @@ class CkptPruneConfig:
     after: int | None = flag(None, "delete all checkpoints of later steps", min=0)
     leftovers: bool = flag(False, "also delete unfinished, corrupt and superseded checkpoints")
     yes: bool = flag(False, "delete; without this flag nothing is changed")
+
+
+@dataclass(frozen=True)
+class CkptInspectConfig:
+    """Prints shape, norm, mean, spread, zeros and non-finite values of every tensor."""
+
+    path: str = flag(
+        "",
+        "run directory, folder of checkpoints (the newest is read), checkpoint or Hugging Face checkpoint",
+        positional=True,
+        form="path",
+    )
+    step: int | None = flag(None, "read the checkpoint of this step", min=1)
+    optimizer: bool = flag(False, "also print the optimizer's tensors")
+    json: bool = flag(False, "print one JSON object")
 
 
 def list_checkpoints(config: CkptListConfig) -> None:
@@ -105,14 +136,79 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
     print(f"{gib:.3f} GiB in {len(doomed)} folders, {kept} checkpoints kept{hint}")
 
 
+def inspect(config: CkptInspectConfig) -> None:
+    """Raises UserError if there is no such checkpoint, or a tensor cannot be read."""
+
+    def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Stats]]:
+        head = {"checkpoint": str(checkpoint.folder), "step": checkpoint.step}
+        return head, read_stats(checkpoint.folder, optimizer=config.optimizer)
+
+    folder = Path(config.path).expanduser()
+    if is_hf_checkpoint(folder):
+        for name in ("step", "optimizer"):
+            if value := getattr(config, name):
+                raise UserError(
+                    f"--{name}={value} is not supported with a Hugging Face checkpoint; remove it"
+                )
+        weights = open_checkpoint(folder, "--path")
+        names, head = list(weight_map(weights.config)), {"checkpoint": str(folder), "step": None}
+        stats = tensor_stats(names, weights.read)
+    else:
+        head, stats = read_checkpoint(
+            lambda: require_checkpoint(config.path, config.step, "--path"), read
+        )
+    norms = [found["norm"] for found in stats.values() if found["norm"] is not None]
+    total = {"shape": [len(stats)], "dtype": "", "norm": math.hypot(*norms)}
+    if config.json:
+        return print(json.dumps(head | {"all": total, "tensors": stats}))
+    rows = []
+    for name, found in (stats | {"all": total}).items():
+        size = "x".join(map(str, found["shape"])) or "1"
+        values = ("–" if (v := found.get(key)) is None else f"{v:.4g}" for key in COLUMNS)
+        rows.append((name, size, found["dtype"], *values))
+    print(table(("tensor", "shape", "dtype", *COLUMNS), rows, text_columns=(0, 1, 2)))
+
+
+def useless_weights(folder: Path) -> list[str]:
+    """Returns the weights with non-finite or absurdly large values, each with the reason."""
+    found = []
+    for name, stats in read_stats(folder).items():
+        if stats["non_finite"]:
+            found.append(f"{name} has non-finite values")
+        elif (stats["norm"] or 0.0) > _LARGEST_RMS * math.sqrt(math.prod(stats["shape"])):
+            found.append(f"{name} has a norm of {stats['norm']:.3g}")
+    return found
+
+
+def read_stats(folder: Path, *, optimizer: bool = False) -> dict[str, Stats]:
+    """Returns the statistics of each tensor of a checkpoint."""
+    reader = CheckpointReader(folder)
+    names = sorted(reader.read_metadata().state_dict_metadata)
+    names = [name for name in names if optimizer or name.startswith("model.")]
+    return tensor_stats(names, partial(load_tensor, reader))
+
+
+def tensor_stats(names: Sequence[str], read: Callable[[str], torch.Tensor]) -> dict[str, Stats]:
+    """Returns the statistics of each tensor; a value that is not finite is None."""
+    found: dict[str, Stats] = {}
+    for number, name in enumerate(names, 1):
+        rewrite_line(f"{number} of {len(names)} tensors")
+        tensor = read(name)
+        x, dtype = tensor.double(), str(tensor.dtype).removeprefix("torch.")
+        values = {"norm": x.norm(), "mean": x.mean(), "std": x.std(correction=0)}
+        values |= {"min": x.min(), "max": x.max(), "zeros": (x == 0).double().mean()}
+        values |= {"non_finite": (~torch.isfinite(x)).double().mean()}
+        finite = {key: v.item() if v.isfinite() else None for key, v in values.items()}
+        found[name] = {"shape": list(tensor.shape), "dtype": dtype, **finite}
+    rewrite_line("")
+    return found
+
+
 def _problem(folder: Path, *, deep: bool = False, weights: bool = False) -> str:
     try:
         if reason := folders.problem(folder):
             return reason
         if deep:
-            from fms_fsdp.checkpoint.io import CheckpointReader
-            from fms_fsdp.tools.ckpt_inspect import useless_weights
-
             found = folders.corrupt_files(folder)
             if not found:
                 CheckpointReader(folder).read_metadata()

@@ -27,6 +27,7 @@ from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, TrainingCon
 from fms_fsdp.config.batch import BatchPlan, check_ramp, divisors
 from fms_fsdp.config.flag import non_defaults, unused_flags
 from fms_fsdp.config.values import counted, typed
+from fms_fsdp.console import table
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import flops_per_token, num_params
 from fms_fsdp.models.variants import resolve_model
@@ -38,7 +39,6 @@ from fms_fsdp.run.machine import ESTIMATE_MARGIN, Machine
 from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.startup_log import describe_axes, describe_ramp
 from fms_fsdp.state import RunConfig
-from fms_fsdp.tools.table import table
 
 _USUAL_TOKENS = 10**12  # of a run without a length
 _DAY_S = 86400.0

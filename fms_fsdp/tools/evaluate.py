@@ -22,10 +22,11 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
+from fms_fsdp.checkpoint.trained import checkpoint_tokenizer, require_checkpoint
 from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, TrainConfig, flag
 from fms_fsdp.config.flag import only_one
 from fms_fsdp.config.values import joined
-from fms_fsdp.data.tokenizer import UsedTokenizer
+from fms_fsdp.console import table
 from fms_fsdp.data.validation import close_held_out, open_held_out, scan_held_out
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
 from fms_fsdp.distributed.runtime import (
@@ -40,17 +41,15 @@ from fms_fsdp.distributed.runtime import (
 from fms_fsdp.errors import RunFailed, UserError, is_installed
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.generate import TextModel, encode_texts, read_lines
+from fms_fsdp.hf.export import ExportConfig
+from fms_fsdp.hf.export import main as export
 from fms_fsdp.hf.tokenizer import hf_used_tokenizer
 from fms_fsdp.hf.weights import is_hf_checkpoint, load_weights, open_checkpoint
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.run.resume import checkpoint_tokenizer
-from fms_fsdp.run.trained_run import require_checkpoint
-from fms_fsdp.tools.export import ExportConfig
-from fms_fsdp.tools.export import main as export
+from fms_fsdp.tokenizers.tokenizer import UsedTokenizer
 from fms_fsdp.tools.generate import load_with_tokenizer
-from fms_fsdp.tools.table import table
 
 _HELD_OUT_FLAGS = ("data_path", "eval_data_path", "eval_datasets", "eval_steps", "eval_test")
 _TASK_FLAGS = ("task_path", "num_fewshot", "limit")

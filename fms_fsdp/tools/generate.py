@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from fms_fsdp.checkpoint.trained import is_rank0
 from fms_fsdp.config import flag
 from fms_fsdp.config.flag import only_one
 from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, TextModel, load, read_lines, stream_text
-from fms_fsdp.run.trained_run import is_rank0
 
 
 @dataclass(frozen=True)

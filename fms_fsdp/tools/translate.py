@@ -26,7 +26,7 @@ from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.config.values import counted, must_be_one_of, one_line, shown
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import write_atomically
+from fms_fsdp.files import check_output_is_new, write_atomically
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.plan import NOTHING, plan, plan_length, plan_schedule, resolve
@@ -45,7 +45,6 @@ from fms_fsdp.tools.translation import (
     shown_key,
     unusable,
 )
-from fms_fsdp.tools.whole_folder import check_is_free
 
 PROGRAMS = tuple(name for name, table in other_programs()["programs"].items() if "title" in table)
 _REMOVED = ("hf", "litgpt", "nanogpt", "nanochat")
@@ -84,7 +83,7 @@ class TranslateConfig:
             rule = must_be_one_of(PROGRAMS, self.from_, cutoff=0.5)
             raise UserError(f"--from={shown(self.from_)} {rule}")
         if self.output:
-            check_is_free(Path(self.output))
+            check_output_is_new(Path(self.output))
 
 
 class Program:

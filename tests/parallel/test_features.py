@@ -15,12 +15,12 @@ import torch
 from fms_fsdp.__main__ import main
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import PrepareConfig, prepare
 from tests.cli import CORPUS, TINY, last_of_each, metrics, trained
+from tests.hf.test_export import differing_logits
 from tests.hf_folders import write_folder
 from tests.parallel.features import FEATURES, MODEL_AXES
 from tests.specs import planned
-from tests.tools.test_export import differing_logits
 from tests.warm import COMMANDS, launch
 
 BASE = (

@@ -23,7 +23,7 @@ from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.cli import losses, run, trained
 from tests.distributed.launch import run_ranks
-from tests.tools.test_import import FOLDERS, their_model
+from tests.hf.test_import import FOLDERS, their_model
 
 FLAGS = ("--use_dummy_dataset=True", "--seq_length=32", "--report_interval=1", "--precision=FP32")
 FLAGS += ("--global_batch_size=4", "--num_steps=2", "--trackers=none")

@@ -11,7 +11,7 @@ import pytest
 
 import fms_fsdp
 from fms_fsdp.data.tokenizer import find_tokenizer
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import PrepareConfig, prepare
 from tests.cli import CORPUS, run, trained
 from tests.hf_folders import change_json
 from tests.warm import command

@@ -9,7 +9,7 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.generate import Sampling, generate
-from tests.tools.test_import import FOLDERS, their_model
+from tests.hf.test_import import FOLDERS, their_model
 
 NUM_PROMPTS, NEW_TOKENS, CLOSE = 20, 200, 1e-4
 

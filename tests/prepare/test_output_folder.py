@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.tools.prepare import encode as pipeline
-from fms_fsdp.tools.prepare.writer import _read_entry
-from tests.tools.prepare.test_prepare import OPTIONS, contents, run, write_corpus, write_jsonl
+from fms_fsdp.prepare import encode as pipeline
+from fms_fsdp.prepare.writer import _read_entry
+from tests.prepare.test_prepare import OPTIONS, contents, run, write_corpus, write_jsonl
 
 
 class Killed(BaseException):

@@ -1,6 +1,6 @@
 """Corrupt Hugging Face checkpoints: read, or rejected in one line; no traceback, no hang.
 
-`HOSTILE_CASES=1000 python -m pytest tests/tools/test_hostile_hf.py` takes 1,000 a family in place of 100.
+`HOSTILE_CASES=1000 python -m pytest tests/hf/test_hostile.py` takes 1,000 a family in place of 100.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from fms_fsdp.data.tokenizer import SentencePieceTokenizer
 from fms_fsdp.errors import UserError, is_for_user
 from fms_fsdp.generate import Sampling, encode_prompts, generate, load, text_after
+from fms_fsdp.prepare.command import train_sentencepiece
+from fms_fsdp.tokenizers.tokenizer import SentencePieceTokenizer
 from fms_fsdp.tools.evaluate import choice_scores
-from fms_fsdp.tools.prepare.command import train_sentencepiece
 from tests.hf_folders import template, weights_of, write_folder, write_tokenizer_json
 
 CASES = int(os.environ.get("HOSTILE_CASES", "100"))

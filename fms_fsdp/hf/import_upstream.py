@@ -12,11 +12,11 @@ from shlex import quote
 
 from fms_fsdp.config import ModelConfig, flag
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import check_output_is_new, write_folder
 from fms_fsdp.hf.config import config_to_hf
+from fms_fsdp.hf.upstream import find_upstream_checkpoint, open_upstream_checkpoint
 from fms_fsdp.hf.weights import DTYPES, save_weights, weight_map
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.tools.upstream import find_upstream_checkpoint, open_upstream_checkpoint
-from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def main(config: ImportConfig) -> None:
         OSError: the output cannot be written.
     """
     source, output = Path(config.path).expanduser(), Path(config.output).expanduser()
-    check_is_free(output)
+    check_output_is_new(output)
     if not source.exists():
         raise UserError(f"--path ({source}) does not exist; name a checkpoint of upstream fms-fsdp")
     if (found := find_upstream_checkpoint(source)) is None:
@@ -61,7 +61,7 @@ def main(config: ImportConfig) -> None:
     checkpoint = open_upstream_checkpoint(found, config.model, config.ntk_alpha)
     model, dtype = checkpoint.config, DTYPES[config.dtype]
     shapes = {name: weight.shape for name, weight in weight_map(model).items()}
-    with whole_folder(output) as partial:
+    with write_folder(output) as partial:
         save_weights(partial, shapes, dtype, int(config.max_shard_gb * 1e9), checkpoint.read)
         content = config_to_hf(model, str(dtype).removeprefix("torch."))
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

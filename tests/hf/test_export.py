@@ -20,12 +20,12 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.__main__ import main
-from fms_fsdp.data.tokenizer import load_tokenizer
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import write_folder
 from fms_fsdp.hf.tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import fuse, weight_map
-from fms_fsdp.tools.prepare.command import train_sentencepiece
-from fms_fsdp.tools.whole_folder import whole_folder
+from fms_fsdp.prepare.command import train_sentencepiece
+from fms_fsdp.tokenizers.tokenizer import load_tokenizer
 from tests.checkpoint.signing import flip_a_bit
 from tests.cli import CORPUS, ROOT, TINY, run, trained
 from tests.warm import COMMANDS, running
@@ -121,10 +121,10 @@ def test_failed_export_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_second_export_to_one_folder_ends(tmp_path: Path) -> None:
     output = tmp_path / "hf"
-    with whole_folder(output) as partial:
+    with write_folder(output) as partial:
         (partial / "weights").write_text("first")
         with pytest.raises(UserError, match="is being written by another export"):  # noqa: SIM117
-            with whole_folder(output):
+            with write_folder(output):
                 pass
     assert (output / "weights").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
@@ -149,7 +149,7 @@ def test_export_memory_is_two_large_weights(tmp_path: Path) -> None:
     # the embedding and the head are 102 MB each
     run = make(tmp_path / "run", "--vocab_size=400000", "--num_layers=1")
     code = (
-        "import resource\nfrom fms_fsdp.tools.export import *\n"
+        "import resource\nfrom fms_fsdp.hf.export import *\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\nbefore = peak()\n"
         f"main(ExportConfig(path={run!r}, output='{tmp_path}/hf'))\nprint(peak() - before)"
     )

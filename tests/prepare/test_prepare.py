@@ -20,14 +20,14 @@ import pytest
 from fms_fsdp.__main__ import main as program
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
-from fms_fsdp.data.tokenizer import load_tokenizer
+from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.inputs import parse_input
+from fms_fsdp.prepare.writer import ShardInfo, ShardWriter, describe
 from fms_fsdp.run.run_dir import lock_folder
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
-from fms_fsdp.tools.prepare.inputs import parse_input
-from fms_fsdp.tools.prepare.writer import ShardInfo, ShardWriter, describe
+from fms_fsdp.tokenizers.tokenizer import load_tokenizer
 from tests.warm import COMMANDS, command, running
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(output: Path, inputs: str, tokenizer: str = "byte", workers: int = 1, **options: object):
@@ -228,7 +228,7 @@ def test_writer_stores_large_ids_and_rejects_others(tmp_path: Path) -> None:
 
 
 def test_record_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fms_fsdp.tools.prepare.writer.MAX_BATCH_DOCUMENTS", 4)
+    monkeypatch.setattr("fms_fsdp.prepare.writer.MAX_BATCH_DOCUMENTS", 4)
     writer = ShardWriter(tmp_path / "x.arrow", ShardInfo(100, 2, ""))
     for i in range(10):
         writer.add(np.array([i]))
@@ -401,7 +401,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 
 ORPHANS = """
 import multiprocessing, os, signal
-from fms_fsdp.tools.prepare.encode import _run_in_processes
+from fms_fsdp.prepare.encode import _run_in_processes
 if __name__ == "__main__":
     for _ in _run_in_processes(abs, [1, 2, 3], [1, 2, 3], 2):
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fms_fsdp.tools.table import table
+from fms_fsdp.console import table
 
 
 def test_text_is_left_and_numbers_right() -> None:

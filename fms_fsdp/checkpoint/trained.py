@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 from fms_fsdp.checkpoint.folders import Checkpoint, checkpoint_root, find_checkpoint
-from fms_fsdp.data.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
+from fms_fsdp.data.tokenizer import folder_tokenizer
 from fms_fsdp.errors import UserError, env_rank
-from fms_fsdp.run.resume import checkpoint_tokenizer
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 
 
 def require_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
@@ -44,3 +44,14 @@ def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
         now = UsedTokenizer("the folder of its data", found.vocabulary.digest, lambda: found)
         check_same_tokenizer(used, now, "put back the data that it was trained on")
     return found
+
+
+def checkpoint_data(checkpoint: Checkpoint) -> str:
+    """Returns the folder of the data that a checkpoint was trained on; "" for synthetic data."""
+    return checkpoint.metadata.run.located.data.data_path
+
+
+def checkpoint_tokenizer(checkpoint: Checkpoint) -> UsedTokenizer:
+    """Returns the tokenizer of the data that a checkpoint was trained on."""
+    digest, path = checkpoint.metadata.run.tokenizer, checkpoint_data(checkpoint)
+    return folder_tokenizer(f"the checkpoint {checkpoint.folder}", digest, path)

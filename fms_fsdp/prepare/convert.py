@@ -24,11 +24,10 @@ import pyarrow.parquet as pq
 
 from fms_fsdp.config import flag
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import map_or_read
-from fms_fsdp.tools.prepare.encode import Encoded, ShardRecipe, ShardsConfig, make_shards
-from fms_fsdp.tools.prepare.inputs import (
+from fms_fsdp.prepare.encode import Encoded, ShardRecipe, ShardsConfig, make_shards
+from fms_fsdp.prepare.inputs import (
     InputFile,
     Part,
     Problem,
@@ -38,7 +37,7 @@ from fms_fsdp.tools.prepare.inputs import (
     parse_input,
     unique_files,
 )
-from fms_fsdp.tools.prepare.writer import (
+from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,
     Stats,
@@ -47,6 +46,7 @@ from fms_fsdp.tools.prepare.writer import (
     lock_output,
     save_tokenizer,
 )
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens, load_tokenizer
 
 PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")

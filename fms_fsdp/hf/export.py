@@ -21,12 +21,20 @@ from fms_fsdp.checkpoint.folders import (
     read_checkpoint,
 )
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
+from fms_fsdp.checkpoint.trained import (
+    checkpoint_data,
+    is_rank0,
+    recorded_tokenizer,
+    require_checkpoint,
+)
 from fms_fsdp.config import flag
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.values import typed
+from fms_fsdp.console import rewrite_line
 from fms_fsdp.cpu_tuning import keep_freed_memory
 from fms_fsdp.data.tokenizer import read_kept_file, shards_bos_id
 from fms_fsdp.errors import UserError
+from fms_fsdp.files import check_output_is_new, write_folder
 from fms_fsdp.hf.chat import (
     CHAT_FILE,
     NO_CHAT,
@@ -39,10 +47,6 @@ from fms_fsdp.hf.config import config_to_hf
 from fms_fsdp.hf.tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import DTYPES, fuse, save_weights, weight_map
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.run.resume import checkpoint_data
-from fms_fsdp.run.trained_run import is_rank0, recorded_tokenizer, require_checkpoint
-from fms_fsdp.tools.table import show_progress
-from fms_fsdp.tools.whole_folder import check_is_free, whole_folder
 
 _CARD = """\
 ---
@@ -99,8 +103,8 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
         )
     output, model = Path(config.output).expanduser(), checkpoint.metadata.run.model
     weights = weight_map(model)
-    check_is_free(output)
-    with whole_folder(output) as partial_folder, ThreadPoolExecutor(1) as pool:
+    check_output_is_new(output)
+    with write_folder(output) as partial_folder, ThreadPoolExecutor(1) as pool:
         check = pool.submit(corrupt_files, checkpoint.folder)
         try:
             shapes = {name: weight.shape for name, weight in weights.items()}
@@ -110,7 +114,7 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
             )
 
             def read(name: str) -> torch.Tensor:
-                show_progress(f"{numbers[name] + 1} of {len(weights)} weights")
+                rewrite_line(f"{numbers[name] + 1} of {len(weights)} weights")
                 return fuse(
                     model, weights[name].ours, lambda part: load_tensor(reader, f"model.{part}")
                 )
@@ -118,7 +122,7 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
             save_weights(
                 partial_folder, shapes, DTYPES[config.dtype], int(config.max_shard_gb * 1e9), read
             )
-            show_progress("")
+            rewrite_line("")
             note = _write_description(checkpoint, partial_folder, config.dtype)
         finally:  # whatever fails on a corrupt checkpoint is reported as corruption
             if wrong := check.result():

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fms_fsdp.tools.prepare import inputs as documents
-from fms_fsdp.tools.prepare.inputs import (
+from fms_fsdp.prepare import inputs as documents
+from fms_fsdp.prepare.inputs import (
     Document,
     Problem,
     TextFormat,

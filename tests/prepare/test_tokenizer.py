@@ -14,17 +14,16 @@ import pytest
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.data.storage import Storage
-from fms_fsdp.data.tokenizer import (
+from fms_fsdp.data.tokenizer import find_tokenizer, unk_warnings
+from fms_fsdp.errors import UserError
+from fms_fsdp.prepare.command import train_sentencepiece
+from fms_fsdp.prepare.inputs import open_arrow
+from fms_fsdp.tokenizers.tokenizer import (
     ByteTokenizer,
     SentencePieceTokenizer,
     Vocabulary,
-    find_tokenizer,
     load_tokenizer,
-    unk_warnings,
 )
-from fms_fsdp.errors import UserError
-from fms_fsdp.tools.prepare.command import train_sentencepiece
-from fms_fsdp.tools.prepare.inputs import open_arrow
 
 ODD_TEXTS = [
     "",
@@ -42,7 +41,7 @@ ODD_TEXTS = [
 
 @pytest.fixture(scope="module")
 def source_code() -> list[str]:
-    root = Path(__file__).resolve().parents[3] / "fms_fsdp"
+    root = Path(__file__).resolve().parents[2] / "fms_fsdp"
     return [path.read_text().replace("\u2581", "_") for path in sorted(root.rglob("*.py"))[:20]]
 
 

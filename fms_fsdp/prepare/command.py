@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.tokenizer import (
-    SentencePieceTokenizer,
-    Tokenizer,
-    Vocabulary,
-    load_tokenizer,
-    parse_description,
-)
+from fms_fsdp.data.tokenizer import parse_description
 from fms_fsdp.errors import UserError
-from fms_fsdp.tools.prepare.encode import ShardRecipe, ShardsConfig, TextReader, make_shards, note
-from fms_fsdp.tools.prepare.inputs import (
+from fms_fsdp.prepare.encode import ShardRecipe, ShardsConfig, TextReader, make_shards, note
+from fms_fsdp.prepare.inputs import (
     Document,
     InputFile,
     Slice,
@@ -34,7 +28,7 @@ from fms_fsdp.tools.prepare.inputs import (
     skip_other_files,
     unique_files,
 )
-from fms_fsdp.tools.prepare.writer import (
+from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,
     Stats,
@@ -42,6 +36,12 @@ from fms_fsdp.tools.prepare.writer import (
     describe,
     lock_output,
     save_tokenizer,
+)
+from fms_fsdp.tokenizers.tokenizer import (
+    SentencePieceTokenizer,
+    Tokenizer,
+    Vocabulary,
+    load_tokenizer,
 )
 
 # part of every plan: raise it when the same input gives other shards

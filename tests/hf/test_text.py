@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.data.tokenizer import TextRules, load_tokenizer, shards_bos_id
+from fms_fsdp.data.tokenizer import shards_bos_id
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.chat import parse_chat_settings, read_chat_settings
 from fms_fsdp.hf.tokenizer import export_tokenizer, hf_text_rules
+from fms_fsdp.tokenizers.tokenizer import TextRules, load_tokenizer
 from tests.hf_folders import BEGIN, END, change_json, template, write_folder, write_tokenizer_json
 
 CHAT = (
@@ -82,7 +83,7 @@ def test_export_of_a_short_model_prints_no_length_warning(
 
 @pytest.mark.parametrize("kind", ["byte", "bpe", "unigram"])
 def test_bos_is_exported_for_every_kind(kind: str, tmp_path: Path) -> None:
-    from fms_fsdp.tools.prepare.command import train_sentencepiece
+    from fms_fsdp.prepare.command import train_sentencepiece
 
     if kind != "byte":
         model = train_sentencepiece(iter(["the thing in a line " * 40] * 9), 270, kind)

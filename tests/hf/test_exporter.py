@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fms_fsdp.run.exports import Exporter
+from fms_fsdp.hf.exporter import Exporter
 
 
 def exporter_of(folder: Path, start_step: int) -> Exporter:

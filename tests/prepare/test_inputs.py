@@ -18,10 +18,10 @@ import pytest
 import zstandard
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
-from fms_fsdp.tools.prepare.inputs import Problem, TextFormat, parse_input
-from fms_fsdp.tools.prepare.writer import Stats
-from tests.tools.prepare.test_documents import FORM, read_all
+from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.inputs import Problem, TextFormat, parse_input
+from fms_fsdp.prepare.writer import Stats
+from tests.prepare.test_documents import FORM, read_all
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {

@@ -31,11 +31,10 @@ from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
 from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.tokenizer import Tokenizer, Tokens, load_tokenizer
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import write_json
-from fms_fsdp.tools.prepare.inputs import Document, Part, Problem, Slice, TextFormat, read_part
-from fms_fsdp.tools.prepare.writer import (
+from fms_fsdp.prepare.inputs import Document, Part, Problem, Slice, TextFormat, read_part
+from fms_fsdp.prepare.writer import (
     SPLITS,
     PreparedSource,
     ShardEntry,
@@ -45,6 +44,7 @@ from fms_fsdp.tools.prepare.writer import (
     Stats,
     publish,
 )
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens, load_tokenizer
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -14,9 +14,9 @@ import pytest
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
-from fms_fsdp.tools.prepare.command import PrepareConfig, prepare
-from fms_fsdp.tools.prepare.convert import ConvertConfig, convert
-from fms_fsdp.tools.prepare.writer import Stats, describe
+from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.convert import ConvertConfig, convert
+from fms_fsdp.prepare.writer import Stats, describe
 from tests.data.corpora import write_scalars
 
 EOS = 7

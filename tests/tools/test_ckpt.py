@@ -13,7 +13,7 @@ import torch
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
-from fms_fsdp.tools import ckpt_inspect
+from fms_fsdp.tools import ckpt
 from tests.cli import TINY, trained
 from tests.hf_folders import weights_of, write_folder
 
@@ -64,7 +64,7 @@ def test_zeros_and_non_finite_values_are_counted(
         tensor.view(-1)[:32], tensor.view(-1)[32] = 0.0, torch.nan
         return tensor
 
-    monkeypatch.setattr(ckpt_inspect, "load_tensor", spoiled)
+    monkeypatch.setattr(ckpt, "load_tensor", spoiled)
     facts = inspected(capsys, f"--path={run}")["tensors"]["model.head.norm.weight"]
     assert (facts["zeros"], facts["non_finite"], facts["norm"]) == (32 / 128, 1 / 128, None)
     assert main(["ckpt", "inspect", str(run)]) == 0 and "–" in capsys.readouterr().out

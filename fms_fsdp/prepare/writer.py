@@ -30,8 +30,9 @@ import numpy as np
 import pyarrow as pa
 
 from fms_fsdp.config.values import counted
+from fms_fsdp.console import table
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.tokenizer import Tokenizer, Tokens, unk_warning
+from fms_fsdp.data.tokenizer import unk_warning
 from fms_fsdp.errors import FULL_DISK, UserError
 from fms_fsdp.files import (
     replace_file,
@@ -41,9 +42,9 @@ from fms_fsdp.files import (
     write_json,
 )
 from fms_fsdp.hf.chat import save_chat_settings
+from fms_fsdp.prepare.inputs import Document, InputFile, Problem, Slice
 from fms_fsdp.run.run_dir import lock_folder
-from fms_fsdp.tools.prepare.inputs import Document, InputFile, Problem, Slice
-from fms_fsdp.tools.table import table
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 
 SPLITS = ("train", "validation", "test")
 MAX_BATCH_DOCUMENTS, MAX_BATCH_TOKENS = 65_536, 1 << 22

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.data.tokenizer import load_tokenizer, shards_bos_id
+from fms_fsdp.data.tokenizer import shards_bos_id
+from fms_fsdp.tokenizers.tokenizer import load_tokenizer
 
 BEGIN = "--bos_token=<|begin_of_text|>"  # 256, of the byte tokenizer
 IDS = ("--vocab_size=258", "--eos_id=257", "--num_workers=1")

@@ -1,0 +1,57 @@
+"""Flags of validation and of generated texts. A resume may change them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fms_fsdp.config.flag import flag
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Validation on held-out data, which does not change the training.
+
+    When to change: set `eval_interval` in every run whose result matters. More `eval_steps` make
+    the loss less noisy and take longer.
+    """
+
+    eval_interval: int = flag(0, min=0)
+    """Steps between validations on held-out data; the last step is validated too; 0 is off."""
+    eval_epochs: float = flag(0.0, min=0, max=1e6, advanced=True)
+    """Epochs between validations, where an epoch is as many tokens as all sources have; 0 is
+    off."""
+    eval_steps: int = flag(
+        10,
+        min=1,
+        max=10**6,
+        needs="eval_interval|eval_epochs|eval_at_start|eval_test|test_data_path",
+    )
+    """Global batches of each held-out source per validation: always the same ones, at most one
+    epoch."""
+    eval_at_start: bool = flag(False)
+    """Also validate before the first step of each launch."""
+    eval_data_path: str = flag("", form="path", needs="eval_interval|eval_epochs|eval_at_start")
+    """Folder of held-out token shards (default: validation/ in data_path, which `prepare --split`
+    writes, or else data_path)."""
+    eval_datasets: tuple[str, ...] = flag(
+        (), form="source name", needs="eval_interval|eval_epochs|eval_at_start"
+    )
+    """Held-out sources, as names of subfolders of eval_data_path (default: all)."""
+    eval_test: bool = flag(False)
+    """Evaluate test/ in data_path once, after the last step."""
+    test_data_path: str = flag("", form="path")
+    """Folder of token shards to evaluate once, after the last step, instead of test/ in
+    data_path."""
+    test_steps: int | None = flag(None, min=1, max=10**6, needs="eval_test|test_data_path")
+    """Global batches of each source in the test evaluation (default: eval_steps)."""
+    sample_interval: int = flag(0, min=0)
+    """Steps between generated texts, also after the last step; 0 is off; requires a tokenizer in
+    the folder of the data."""
+    sample_prompts: tuple[str, ...] = flag((), form="text or file", needs="sample_interval")
+    r"""Prompts of generated texts, or a file with one prompt per line (default: a new document);
+    \, is a comma within a prompt."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the run validates during training."""
+        return bool(self.eval_interval or self.eval_epochs or self.eval_at_start)

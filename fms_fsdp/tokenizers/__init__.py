@@ -1,0 +1,1 @@
+"""Tokenizers behind one interface: bytes, sentencepiece, and those of Hugging Face checkpoints."""

@@ -1,0 +1,162 @@
+"""Tokenizers of Hugging Face checkpoints, through the packages of the extra `hf`.
+
+tokenizer.json, vocab.json + merges.txt ── tokenizers ─┐
+any other format ── transformers.AutoTokenizer ────────┴─ HFTokenizer
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fms_fsdp.config.values import shown
+from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.files import read_json_object, write_atomically, write_json
+from fms_fsdp.tokenizers.tokenizer import (
+    Tokens,
+    Vocabulary,
+    no_end_token,
+    piece_bytes,
+    token_text,
+)
+
+_END_NAMES = (
+    "</s>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<eos>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "[SEP]",
+)
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs a process per core
+
+
+def missing_package(package: str, purpose: str) -> UserError:
+    return UserError(f"{purpose} requires the package {package}; run: pip install {package}")
+
+
+class HFTokenizer:
+    """A tokenizer of the package tokenizers."""
+
+    def __init__(self, path: Path, eos_token: str = "") -> None:
+        name = f"--tokenizer ({path})"
+        try:
+            import tokenizers
+        except ImportError:
+            raise missing_package("tokenizers", name) from None
+        try:
+            self._content = _read_tokenizer_json(path, name)
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self._content)
+            largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        except UserError:
+            raise
+        except (
+            BaseException
+        ) as error:  # the package raises bare Exceptions, and panics that are none
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UserError(
+                f"{name} cannot be read: {shown(str(error))}; replace the file"
+            ) from error
+        self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = path.with_name("tokenizer_config.json")
+        named = eos_token or token_text(
+            read_json_object(settings) if settings.is_file() else {}, "eos_token"
+        )
+        ids = map(self._tokenizer.token_to_id, (named,) if named else _END_NAMES)
+        known = [number for number in ids if number is not None]
+        added = self._tokenizer.get_added_tokens_decoder()  # "</s>" may be a piece of text, too
+        eos_id = next((number for number in known if number in added), known[0] if known else None)
+        if eos_id is None:
+            raise UserError(no_end_token(str(path), eos_token))
+        if largest >= 1 << 24:
+            raise UserError(f"{name}: the largest id ({largest:,}) must be below {1 << 24:,}")
+        digest = hashlib.sha256(self._content).hexdigest()
+        self.vocabulary = Vocabulary(
+            "huggingface", 1 + largest, eos_id, digest, "tokenizer.json", eos_token
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(row.ids, dtype=np.uint32) for row in rows]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(map(int, ids))))
+
+    def added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the ids that the tokenizer adds before and after a text."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        ids = self._tokenizer.encode("a").ids
+        starts = range(len(ids) - len(plain) + 1)
+        start = next((at for at in starts if ids[at : at + len(plain)] == plain), 0)
+        return tuple(ids[:start]), tuple(ids[start + len(plain) :])
+
+    def token_bytes(self) -> Tokens:
+        content = json.loads(self._content)
+        is_byte_level = "ByteLevel" in json.dumps(
+            [content.get("pre_tokenizer"), content.get("decoder")]
+        )
+        table = np.zeros(self.vocabulary.size, dtype=np.int64)
+        for piece, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            table[number] = (
+                len(piece) if is_byte_level else piece_bytes(piece)
+            )  # a character per byte
+        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+            table[number] = 0 if token.special else len(token.content.encode())
+        return table
+
+    def token_id(self, token: str) -> int | None:
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
+
+    def unk_id(self) -> int | None:
+        model = json.loads(self._content)["model"]
+        if isinstance(model.get("unk_id"), int):  # of unigram models
+            return int(model["unk_id"])
+        token = model.get("unk_token")
+        return self.token_id(token) if isinstance(token, str) else None
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / self.vocabulary.file_name, self._content, sync=True)
+        end = self._tokenizer.id_to_token(self.vocabulary.eos_id)
+        write_json(folder / "tokenizer_config.json", {"eos_token": end})
+
+
+def _read_tokenizer_json(path: Path, name: str) -> bytes:
+    """Returns the content of a tokenizer.json, converted from other formats by the packages."""
+    if path.name == "vocab.json":
+        import tokenizers
+
+        merges = str(path.with_name("merges.txt"))
+        content = str(tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str()).encode()
+    elif path.suffix == ".json" and path.name != "tokenizer_config.json":
+        content = path.read_bytes()
+    else:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise missing_package("transformers", name) from None
+        auto: Any = AutoTokenizer
+        opened = auto.from_pretrained(path.parent, local_files_only=True)
+        if len(opened) <= len(opened.all_special_tokens):
+            raise UserError(f"{name} has no vocabulary that transformers reads; download it again")
+        if not opened.is_fast:
+            raise UserError(f"{name} has no fast tokenizer in transformers; give a tokenizer.json")
+        content = opened.backend_tokenizer.to_str().encode()
+    parsed = json.loads(content)
+    if dropout := parsed["model"].get("dropout"):
+        note_once(f"{name} drops merges at random (dropout={dropout}); the dropout is switched off")
+        parsed["model"]["dropout"] = None
+        content = json.dumps(parsed, ensure_ascii=False).encode()
+    return content
