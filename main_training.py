@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fms_fsdp.run.run_dir import RunDir
     from fms_fsdp.run.setup import Found
     from fms_fsdp.state import RunConfig, TrainState
-    from fms_fsdp.train import Observers, TrainStep
+    from fms_fsdp.train import Observers, StepSettings
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def plan_launch(
         run.model.vocab_size,
         corpus,
         resume,
-        dp_rank=run.dims.place(world.rank, "dp"),
+        dp_rank=run.dims.axis_rank(world.rank, "dp"),
         pin_memory=device.type == "cuda",
     )
     at_end.callback(stream.close)
@@ -325,7 +325,7 @@ def build(launch: Launch) -> tuple[Mesh, TrainState]:
 
     model = parallelize(
         run.model,
-        cfg.parallel.for_rows(run.seq_length),
+        cfg.parallel.for_seq_length(run.seq_length),
         mesh,
         device=device,
         precision=run.precision,
@@ -482,13 +482,13 @@ def wire(
     )
 
 
-def step_settings(launch: Launch, mesh: Mesh) -> TrainStep:
+def step_settings(launch: Launch, mesh: Mesh) -> StepSettings:
     """Returns the settings of a step that are constant over the training loop."""
-    from fms_fsdp.train import TrainStep
+    from fms_fsdp.train import StepSettings
 
     run = launch.run
     cfg = run.config
-    return TrainStep(
+    return StepSettings(
         mesh=mesh,
         device=launch.device,
         schedule=run.schedule,

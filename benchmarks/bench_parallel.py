@@ -148,7 +148,7 @@ def train_layout(
     from fms_fsdp.distributed.runtime import World
     from fms_fsdp.models.config import TransformerConfig
     from fms_fsdp.predict.memory import Step, estimate_memory
-    from fms_fsdp.predict.meter import Shape
+    from fms_fsdp.predict.meter import ModelSetup
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     section = ParallelConfig(use_torch_compile=False, matmul_precision="highest", **flags)
@@ -162,7 +162,7 @@ def train_layout(
     peak = _growth(device)
     found = _train(config, section, mesh, device, options.steps)
     dims, rows = mesh.dims, ROWS // mesh.size("dp")
-    shape = Shape(config, section, FP32, dims, TOKENS, False, options.device)
+    shape = ModelSetup(config, section, FP32, dims, TOKENS, False, options.device)
     need = estimate_memory(Step(shape, rows, 1))
     found |= {"peak_mib": peak(), "predicted_mib": need.total / 2**20}
     if world > 1:
@@ -183,17 +183,17 @@ def _train(
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.state import TrainState
-    from fms_fsdp.train import TrainStep, train_step
+    from fms_fsdp.train import StepSettings, train_step
 
     nothing: Any = None
     model = parallelize(config, section, mesh, device=device, precision=FP32, seed=1)
     schedule: Any = _rate
-    recipe = TrainStep(mesh, device, schedule, ROWS // mesh.size("dp"), 1.0, False)
+    settings = StepSettings(mesh, device, schedule, ROWS // mesh.size("dp"), 1.0, False)
     state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, steps + 1)
     losses, norms, seconds = list[float](), list[float](), list[float]()
     for step in range(steps):
         start = time.perf_counter()
-        result = train_step(recipe, state, _rows(step, mesh), PhaseTimer(device))
+        result = train_step(settings, state, _rows(step, mesh), PhaseTimer(device))
         interval = IntervalMetrics(mesh, device)
         interval.add(result)
         values = interval.read(result, 0.0, 0, {})
@@ -201,7 +201,7 @@ def _train(
         losses.append(values["loss"])
         norms.append(values["grad_norm"])
         state.count(ROWS, ROWS * TOKENS)
-    one_more = partial(train_step, recipe, state, _rows(steps, mesh), PhaseTimer(device))
+    one_more = partial(train_step, settings, state, _rows(steps, mesh), PhaseTimer(device))
     return {
         "losses": losses,
         "norms": norms,
@@ -219,8 +219,8 @@ def _predicted(step: Any, mesh: Mesh) -> dict[str, int]:
     """Bytes that this rank should send in a step, by axis."""
     from fms_fsdp.predict.speed import rank_cost, sent_by
 
-    place = mesh.place("pp")
-    return dict(sent_by(step, place, rank_cost(step.shape, place, step.micro_batch)))
+    place = mesh.axis_rank("pp")
+    return dict(sent_by(step, place, rank_cost(step.setup, place, step.micro_batch)))
 
 
 def _rows(step: int, mesh: Mesh) -> Any:
@@ -229,7 +229,7 @@ def _rows(step: int, mesh: Mesh) -> Any:
 
     tokens = torch.randint(WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(step))
     rows = ROWS // mesh.size("dp")
-    own = slice(mesh.place("dp") * rows, (mesh.place("dp") + 1) * rows)
+    own = slice(mesh.axis_rank("dp") * rows, (mesh.axis_rank("dp") + 1) * rows)
     positions = torch.arange(TOKENS, dtype=torch.int32).expand(rows, TOKENS)
     return Batch(tokens[own], tokens.roll(-1, 1)[own], positions, torch.zeros_like(positions))
 

@@ -59,7 +59,7 @@ def tokens_per_s(row: Published, reached: Mapping[str, Efficiency] = EFFICIENCY)
     assert step is not None
     device = replace(row.device, gain=1.0)  # the rows are of other programs
     seconds = step_time(step, device, DEVICES_PER_NODE, reach, row.computed)
-    return step.tokens / sum(seconds.values()) / step.shape.dims.size("world")
+    return step.tokens / sum(seconds.values()) / step.setup.dims.size("world")
 
 
 def calibrate(rows: Sequence[Published]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.variants import VARIANTS, canonical_variant
 from fms_fsdp.predict.devices import Device, find_device
 from fms_fsdp.predict.memory import Step, estimate_memory, held_by
-from fms_fsdp.predict.meter import Cost, Shape, cost
+from fms_fsdp.predict.meter import Cost, ModelSetup, cost
 from fms_fsdp.predict.speed import slowest
 
 ASSUMED = {
@@ -72,7 +72,7 @@ class Published:
     def computed(self) -> Cost:
         """The cost of a micro-batch on the rank that computes longest, by the source's program."""
         assert self.step is not None
-        shape, rows = self.step.shape, self.step.micro_batch
+        shape, rows = self.step.setup, self.step.micro_batch
         place, total = slowest(self.step)
         held = held_by(shape, place)
         flops, config = total.flops.copy(), shape.config
@@ -154,7 +154,7 @@ def _read_mpt(row: dict[str, str]) -> Published:
     dims = plan_dims(section, "", World(0, 0, devices, min(devices, DEVICES_PER_NODE)))
     rows, accum = _count(row, "micro_batch"), _count(row, "grad_accum")
     program = Program(True, True, fuses_float8=row["precision"] == "amp_fp8")
-    shape = Shape(model, section, precision, dims, length, compiled=False)
+    shape = ModelSetup(model, section, precision, dims, length, compiled=False)
     step, device = Step(shape, rows, accum), find_device(row["gpu"])
     name = f"{row['model']} x {devices} {row['gpu']}, {rows} x {length}, {row['precision']}"
     name += ", recomputed" if recompute == "blocks" else ""
@@ -196,7 +196,7 @@ def _read_llama(row: dict[str, str]) -> Published:
         sharding_strategy=strategy,
         hsdp_shard_size=shards if is_hsdp else None,
         recompute=kind,
-        recompute_ops=("attention", "every_second_product"),  # of rows of 8,192 tokens too
+        recompute_ops=("attention", "every_second_matmul"),  # of rows of 8,192 tokens too
         async_tp="async" in source,
         pp_schedule="interleaved" if axes["pp_size"] > 1 else "1f1b",
         **axes,
@@ -206,7 +206,7 @@ def _read_llama(row: dict[str, str]) -> Published:
     if "moments" in row["precision"]:
         precision = replace(precision, weights="bf16", gradients="bf16", state="bf16")
     model = replace(VARIANTS[canonical_variant(size)], max_seq_len=length)
-    shape = Shape(model, section, precision, dims, length, compiled=row["compile"] == "yes")
+    shape = ModelSetup(model, section, precision, dims, length, compiled=row["compile"] == "yes")
     rows = _count(row, "local_batch")
     step = Step(shape, rows, 1)
     return Published(f"{name}, {kind}", size, step, device, Program(), tokens_per_s, peak)
@@ -229,7 +229,7 @@ def peak_of(row: Published) -> Peak:
     """
     step = row.step
     assert step is not None
-    shape, rows = step.shape, step.micro_batch
+    shape, rows = step.setup, step.micro_batch
     moments = 2 * NUM_BYTES[shape.precision.state]
     need = estimate_memory(replace(step, optimizer_bytes=moments))
     a_logit = 4 if row.program.old_attention else 12

@@ -64,12 +64,12 @@ class Teacher:
     def added_to(self, need: Memory, step: Step) -> Memory:
         """Returns the memory of a rank with the teacher: its weights, sharded and gathered, and, in a
         step, the input of its head and a chunk of its logits."""
-        precision = _teacher_precision(step.shape.precision)
-        shape = replace(step.shape, config=self.shape, precision=precision)
-        own = minimum_memory(replace(step, shape=shape, optimizer_bytes=0))
-        tokens = step.micro_batch * shape.seq_length
+        precision = _teacher_precision(step.setup.precision)
+        setup = replace(step.setup, config=self.shape, precision=precision)
+        own = minimum_memory(replace(step, setup=setup, optimizer_bytes=0))
+        tokens = step.micro_batch * setup.seq_length
         vocab_size = self.shape.vocab_size
-        chunk = vocab_size * chunk_size(tokens, vocab_size, shape.device_type)
+        chunk = vocab_size * chunk_size(tokens, vocab_size, setup.device_type)
         working = NUM_BYTES[precision.compute] * (tokens * self.shape.hidden_size + chunk)
         return replace(
             need,

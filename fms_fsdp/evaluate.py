@@ -76,7 +76,7 @@ def evaluate(
             if is_stopped():
                 raise EvaluationStopped
             # FSDP needs every rank in every pass: a batch past the end has no labels
-            index = first + mesh.place("dp")
+            index = first + mesh.axis_rank("dp")
             try:
                 with checking_input(on_one_rank=True):
                     batch = source.rows(index * batch_size, (index + 1) * batch_size)

@@ -170,11 +170,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
-    """Returns a name from the file `told_by`, if it leads below a folder; with `folders` it may contain "/".
+def safe_name(name: object, named_in: str, *, folders: bool = False) -> str:
+    """Returns a name from the file `named_in`, if it leads below a folder; with `folders` it may contain "/".
 
     Raises:
-        UserError: it leads elsewhere; the message names `told_by`.
+        UserError: it leads elsewhere; the message names `named_in`.
     """
     if not isinstance(name, str) or not name:
         rule = "must be a text that is not empty"
@@ -187,7 +187,7 @@ def safe_name(name: object, told_by: str, *, folders: bool = False) -> str:
     else:
         return name
     raise UserError(
-        f"{told_by} names a file ({shown_name(name)}) that {rule}; correct or remove the entry"
+        f"{named_in} names a file ({shown_name(name)}) that {rule}; correct or remove the entry"
     )
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TrainStep:
+class StepSettings:
     """The settings that are constant over the training loop.
 
     micro_batch_at   sequences of a micro-batch, by the sequences of the step on this rank; None: batch_size
@@ -98,7 +98,9 @@ class Observers:
             self.sampler.run_if_due(state)
 
 
-def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Observers) -> None:
+def train(
+    settings: StepSettings, state: TrainState, timer: PhaseTimer, observers: Observers
+) -> None:
     """Trains to the last step, or until `state.stop_reason` is set (collective: every rank).
 
     Raises:
@@ -116,7 +118,7 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
     elif not state.stop_reason:
         observers.evaluator.run_if_due(state)
         observers.checkpoints.add_evaluation(state)
-    if recipe.gc_interval:  # a rank that collects lets all others wait: collect on the same steps
+    if settings.gc_interval:  # a rank that collects lets all others wait: collect on the same steps
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -126,11 +128,11 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
         observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
         state.requests = observers.stop.requests(state)
         timer.mark("hooks")
-        state.batch = batch = next_batch(recipe, state)
-        state.read_error = read_error_ahead(recipe, state)
+        state.batch = batch = next_batch(settings, state)
+        state.read_error = read_error_ahead(settings, state)
         timer.mark("data")
-        result = train_step(recipe, state, batch, timer)
-        state.count(*_size(batch, recipe.mesh))
+        result = train_step(settings, state, batch, timer)
+        state.count(*_size(batch, settings.mesh))
 
         observers.guard.check(state.step, result.grad_norm, result.num_labels)
         timer.mark("hooks")
@@ -157,12 +159,12 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
         if observers.exporter is not None:
             observers.exporter.run_if_due(state)
         timer.mark("checkpoint")
-        if recipe.gc_interval and state.step % recipe.gc_interval == 0:
+        if settings.gc_interval and state.step % settings.gc_interval == 0:
             gc.collect()
     observers.guard.settle()
     observers.metrics.finish()
     if observers.stop.reads_fail:
-        raise_read_error(recipe, state, observers.checkpoints)
+        raise_read_error(settings, state, observers.checkpoints)
     if state.is_done and not state.evaluation_pending:
         observers.checkpoints.finish(state)
         observers.guard.finish()
@@ -171,16 +173,18 @@ def train(recipe: TrainStep, state: TrainState, timer: PhaseTimer, observers: Ob
             observers.checkpoints.delete_spared()
 
 
-def raise_read_error(recipe: TrainStep, state: TrainState, checkpoints: CheckpointManager) -> None:
+def raise_read_error(
+    settings: StepSettings, state: TrainState, checkpoints: CheckpointManager
+) -> None:
     """Saves the last step, and raises why a rank cannot read the data (collective: every rank)."""
     checkpoints.save_last_step(state)
     try:
-        raise_first(recipe.mesh.gather(state.read_error))
+        raise_first(settings.mesh.gather(state.read_error))
     except ReadFailed as error:
         raise RunFailed(f"{error}: the run resumes from step {checkpoints.newest}") from error
 
 
-def read_error_ahead(recipe: TrainStep, state: TrainState) -> ReadFailed | None:
+def read_error_ahead(settings: StepSettings, state: TrainState) -> ReadFailed | None:
     """Waits for this rank's batches of the steps after the next one; returns why one cannot be read.
 
     So a step begins only if its batch is known to be there: a rank without one could not take part,
@@ -189,12 +193,12 @@ def read_error_ahead(recipe: TrainStep, state: TrainState) -> ReadFailed | None:
     """
     if not isinstance(state.stream, TokenStream):  # a user's own reads no step ahead
         return None
-    num_steps = 2 if recipe.device.type == "cuda" else 1
+    num_steps = 2 if settings.device.type == "cuda" else 1
     num_left = state.num_steps - state.step - 1
     return state.stream.read_error_ahead(min(num_steps, num_left))
 
 
-def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
+def next_batch(settings: StepSettings, state: TrainState) -> Batch:
     """Returns this rank's batch of the next step.
 
     Raises:
@@ -203,45 +207,47 @@ def next_batch(recipe: TrainStep, state: TrainState) -> Batch:
     """
     with checking_input(on_one_rank=True, data_step=state.step + 1), record_function("data"):
         batch = state.stream.next_batch()
-        num_sequences, micro_batch = len(batch.tokens_BS), recipe.micro_batch_of(batch)
+        num_sequences, micro_batch = len(batch.tokens_BS), settings.micro_batch_of(batch)
         if num_sequences % micro_batch:
             raise UserError(
                 f"the stream returned {num_sequences} sequences; return a multiple of {micro_batch}"
             )
-        if recipe.vocab_size is not None:  # while on the host, where nothing waits for the check
-            first = recipe.mesh.place("dp") * num_sequences
-            check_batch(batch, recipe.vocab_size, state.step + 1, first)
+        if settings.vocab_size is not None:  # while on the host, where nothing waits for the check
+            first = settings.mesh.axis_rank("dp") * num_sequences
+            check_batch(batch, settings.vocab_size, state.step + 1, first)
     return batch
 
 
-def train_step(recipe: TrainStep, state: TrainState, batch: Batch, timer: PhaseTimer) -> StepResult:
+def train_step(
+    settings: StepSettings, state: TrainState, batch: Batch, timer: PhaseTimer
+) -> StepResult:
     """Does one optimizer step on this rank's part of the global batch (collective: every rank).
 
     One all-reduce sums the number of labels and the `state.requests` of all ranks.
     """
-    mesh, model = recipe.mesh, state.model
-    accum = len(batch.tokens_BS) // recipe.micro_batch_of(batch)
+    mesh, model = settings.mesh, state.model
+    accum = len(batch.tokens_BS) // settings.micro_batch_of(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
     own = torch.tensor([own_labels, *state.requests, int(state.read_error is not None)])
-    sums = mesh.sum(own.to(recipe.device, non_blocking=True), "world")
+    sums = mesh.sum(own.to(settings.device, non_blocking=True), "world")
     factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
-    loss_sum = torch.zeros((), dtype=torch.float32, device=recipe.device)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
     extra: list[list[torch.Tensor]] = []
     step = state.step + 1
     with state.rounding(step):
-        for index, micro in enumerate(micro_batches(recipe, batch, step)):
+        for index, micro in enumerate(micro_batches(settings, batch, step)):
             is_last = index == accum - 1
             micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, timer)
             loss_sum += micro_loss
             extra.append(more)
     with record_function("optimizer"):
-        grad_norm, clip = clip_factor(parameters, recipe.grad_clip, mesh, scale)
+        grad_norm, clip = clip_factor(parameters, settings.grad_clip, mesh, scale)
         timer.mark("clip")
         tokens = state.tokens_seen + _size(batch, mesh)[1]
-        rate = partial(recipe.schedule, step, tokens)
+        rate = partial(settings.schedule, step, tokens)
         # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
         has_labels_norm = grad_norm.where(sums[0] > 0, torch.nan)
         state.optimizers.step(rate, has_labels_norm, clip)
@@ -296,21 +302,21 @@ def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
     parallelism they hold different tokens, and differ.
     """
     axes = ["dp", "cp", "pp", *(["tp"] if mesh.dims.sequence_parallel else [])]
-    places = ":".join(str(mesh.place(axis)) for axis in axes)
-    torch.manual_seed(zlib.crc32(f"{seed}:{step}:{places}".encode()))
+    ranks = ":".join(str(mesh.axis_rank(axis)) for axis in axes)
+    torch.manual_seed(zlib.crc32(f"{seed}:{step}:{ranks}".encode()))
 
 
 def micro_batches(
-    recipe: TrainStep, batch: Batch, step: int
+    settings: StepSettings, batch: Batch, step: int
 ) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """Yields the model's arguments for each micro-batch: consecutive slices of the batch, on the device."""
-    mask = (batch.positions_BS, batch.document_ids_BS) if recipe.document_mask else (None, None)
-    if recipe.dropout_seed is not None:
-        seed_dropout(recipe.dropout_seed, step, recipe.mesh)
+    mask = (batch.positions_BS, batch.document_ids_BS) if settings.document_mask else (None, None)
+    if settings.dropout_seed is not None:
+        seed_dropout(settings.dropout_seed, step, settings.mesh)
     columns: list[Iterable[torch.Tensor | None]] = []
     for column in (batch.tokens_BS, batch.labels_BS, *mask):
-        moved = None if column is None else column.to(recipe.device, non_blocking=True)
+        moved = None if column is None else column.to(settings.device, non_blocking=True)
         columns.append(
-            repeat(None) if moved is None else torch.split(moved, recipe.micro_batch_of(batch))
+            repeat(None) if moved is None else torch.split(moved, settings.micro_batch_of(batch))
         )
     return zip(*columns, strict=False)

@@ -384,6 +384,15 @@ def test_selective_checkpointing_is_a_fraction(text: str, fraction: float) -> No
     assert parse_block_fraction("selective_checkpointing", text) == fraction
 
 
+def test_former_names_of_kept_results_are_read() -> None:
+    now = parse("--recompute=ops", "--recompute_ops=attention,matmuls")
+    former = parse("--recompute=ops", "--recompute_ops=attention,products")
+    recorded = as_dict(now)
+    recorded["parallel"]["recompute_ops"] = ["attention", "products"]  # by an earlier version
+    assert now == former == from_dict(recorded)
+    assert as_dict(former)["parallel"]["recompute_ops"] == ["attention", "matmuls"]
+
+
 def test_positional_arguments_fill_the_list_flag() -> None:
     from fms_fsdp.tools.report import ReportConfig
 

@@ -25,7 +25,7 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.optim.schedules import Milestones, Schedule
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import TrainState
-from fms_fsdp.train import TrainStep, train_step
+from fms_fsdp.train import StepSettings, train_step
 
 GOLDEN = [
     6.299267292022705,
@@ -59,13 +59,13 @@ def first_losses(grad_accum_steps: int) -> list[float]:
     config = resolve_model(ModelConfig(model_variant="tiny"), seq_length=64)
     model = parallelize(config, ParallelConfig(), mesh, device=cpu, precision=FP32, seed=1)
     schedule = Schedule(OptimConfig(learning_rate=1e-2), Milestones(False, 2, 2, 5))
-    recipe = TrainStep(
+    settings = StepSettings(
         mesh, cpu, schedule, 4 // grad_accum_steps, grad_clip=1.0, document_mask=False
     )
     optimizers, results = build_optimizers(OptimConfig(learning_rate=1e-2), model), []
     state = TrainState(model, optimizers, cast(Any, SimpleNamespace()), 5)
     for batch in golden_batches():
-        results.append(train_step(recipe, state, batch, PhaseTimer(cpu)))
+        results.append(train_step(settings, state, batch, PhaseTimer(cpu)))
         state.count(4, 4 * 64)
     return [(result.loss_sum / result.num_labels).item() for result in results]
 

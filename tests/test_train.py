@@ -24,7 +24,7 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import TrainState
-from fms_fsdp.train import TrainStep, next_batch, train_step
+from fms_fsdp.train import StepSettings, next_batch, train_step
 
 CPU, ALONE = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
 
@@ -44,20 +44,20 @@ def small(precision: Precision) -> Llama:
     return parallelize(shape, ParallelConfig(), ALONE, device=CPU, precision=precision, seed=1)
 
 
-def recipe() -> TrainStep:
+def settings() -> StepSettings:
     """Returns a training step of one process."""
-    return TrainStep(ALONE, CPU, lambda *_: 1e-3, 1, 1.0, document_mask=False, vocab_size=32)
+    return StepSettings(ALONE, CPU, lambda *_: 1e-3, 1, 1.0, document_mask=False, vocab_size=32)
 
 
 def test_step_without_labels_changes_nothing() -> None:
     model, nothing = small(FP32), cast(Any, None)
     state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, 2)
     tokens = torch.arange(16).view(2, 8)
-    train_step(recipe(), state, Batch(tokens, tokens, None, None), PhaseTimer(CPU))
+    train_step(settings(), state, Batch(tokens, tokens, None, None), PhaseTimer(CPU))
     kept = [*model.parameters(), *state.optimizers.state_dict().values()]
     before = copy.deepcopy(kept)
     batch = Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), None, None)
-    result = train_step(recipe(), state, batch, PhaseTimer(CPU))
+    result = train_step(settings(), state, batch, PhaseTimer(CPU))
     assert result.loss_sum.item() == 0 and result.grad_norm.item() == 0
     after = [*model.parameters(), *state.optimizers.state_dict().values()]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
@@ -72,8 +72,8 @@ def run_on(tokens: torch.Tensor, labels: torch.Tensor) -> TrainState:
     """Trains one step on the batch of `Once`."""
     own, model = cast(Any, Once(Batch(tokens, labels, None, None))), small(FP32)
     state = TrainState(model, build_optimizers(OptimConfig(), model), own, 7, step=6)
-    batch = next_batch(recipe(), state)
-    train_step(recipe(), state, batch, PhaseTimer(CPU))
+    batch = next_batch(settings(), state)
+    train_step(settings(), state, batch, PhaseTimer(CPU))
     state.count(*batch.tokens_BS.shape)
     return state
 
@@ -152,9 +152,9 @@ def test_host_reads_nothing_of_the_running_step(
     state = TrainState(model, optimizers, cast(Any, None), 2)
     interval, tokens = IntervalMetrics(ALONE, CPU), torch.arange(16).view(2, 8)
     batch = Batch(tokens, tokens, None, None)
-    train_step(recipe(), state, batch, PhaseTimer(CPU))
+    train_step(settings(), state, batch, PhaseTimer(CPU))
     seen, to_list = Reads(), torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (seen.note(), to_list(tensor))[1])
     with seen:
-        interval.add(train_step(recipe(), state, batch, PhaseTimer(CPU)))
+        interval.add(train_step(settings(), state, batch, PhaseTimer(CPU)))
     assert seen.places == reads

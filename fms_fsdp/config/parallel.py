@@ -77,11 +77,12 @@ class ParallelConfig:
     recompute_ops: tuple[str, ...] = flag(
         (),
         advanced=True,
-        choices="attention every_second_product products",
+        choices="attention every_second_matmul matmuls",
+        aliases={"every_second_product": "every_second_matmul", "products": "matmuls"},
         needs="recompute=ops|recompute=auto",
     )
-    """Results that --recompute=ops keeps: of attention, of every matmul (products) or of every second
-    one (default: attention,every_second_product; from 8,192 tokens per sequence without matmuls of
+    """Results that --recompute=ops keeps: of attention, of every matmul (matmuls) or of every second
+    one (default: attention,every_second_matmul; from 8,192 tokens per sequence without matmuls of
     the feed-forward layer)."""
     low_cpu_fsdp: bool = flag(True)
     """Build the model shard by shard, so that no rank holds the full model."""
@@ -155,12 +156,17 @@ class ParallelConfig:
     def kept_ops(self, seq_length: int = 0) -> tuple[str, ...]:
         """Returns the results that blocks keep with --recompute=ops at this sequence length.
 
-        "attention_products", every second matmul of attention only, is not a value of the flag.
+        "attention_matmuls", every second matmul of attention only, is not a value of the flag.
         """
-        products = "attention_products" if seq_length >= _LONG_SEQUENCE else "every_second_product"
-        return (self.recompute_ops or ("attention", products)) if self.recomputes == "ops" else ()
+        if self.recomputes != "ops":
+            return ()
+        if self.recompute_ops:
+            return self.recompute_ops
+        if seq_length >= _LONG_SEQUENCE:
+            return ("attention", "attention_matmuls")
+        return ("attention", "every_second_matmul")
 
-    def for_rows(self, seq_length: int) -> ParallelConfig:
+    def for_seq_length(self, seq_length: int) -> ParallelConfig:
         """Returns the section with which to build a model for this sequence length."""
         return replace(self, recompute_ops=self.kept_ops(seq_length))
 

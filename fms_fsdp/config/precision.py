@@ -53,7 +53,7 @@ class Precision:
         return "bf16" in (self.weights, self.state)
 
     @property
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """A summary for the log."""
         if self == Precision(reduce=self.reduce):
             return "fp32"

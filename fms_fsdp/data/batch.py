@@ -48,7 +48,7 @@ def check_batch(batch: Batch, vocab_size: int, step: int, first_row: int) -> Non
             )
 
 
-def rows_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
+def sequences_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tuple[int, int]:
     """Returns the rows [start, stop) of the global batch that belong to a rank.
 
     Raises: UserError, naming the numbers of ranks that divide the batch.

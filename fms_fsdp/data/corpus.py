@@ -200,19 +200,19 @@ def delimiter_of(shard: Shard, sep_token: int, trusted: bool = False) -> int:
     Raises:
         ShardError: documents with and without the separator, or `has_eos` is wrong.
     """
-    said = shard.metadata.get("has_eos")
-    if trusted and said:
-        return int(said != "true")
+    recorded = shard.metadata.get("has_eos")
+    if trusted and recorded:
+        return int(recorded != "true")
     ends = {token == sep_token for token in shard.last_tokens(SAMPLED_DOCUMENTS)}
-    is_wrong = (said == "true" and False in ends) or (said == "false" and ends == {True})
-    if is_wrong or (said is None and len(ends) == 2):
+    is_wrong = (recorded == "true" and False in ends) or (recorded == "false" and ends == {True})
+    if is_wrong or (recorded is None and len(ends) == 2):
         kinds = "with and without" if len(ends) == 2 else "with" if True in ends else "without"
-        also = "" if said is None else f", but says has_eos={said}"
+        also = "" if recorded is None else f", but says has_eos={recorded}"
         raise ShardError(
             f"shard {shard.path} has documents {kinds} a trailing separator ({sep_token}){also}; "
             f"{CONVERT}"
         )
-    return int(said == "false" or (said is None and ends != {True}))
+    return int(recorded == "false" or (recorded is None and ends != {True}))
 
 
 def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list[str]:
@@ -382,14 +382,16 @@ def _agreed(opened: Mapping[str, Shard], name: str) -> str:
     Raises:
         UserError: they have different values.
     """
-    said = {value: path for path, shard in opened.items() if (value := shard.metadata.get(name))}
-    if len(said) > 1:
-        (a, first), (b, second) = list(said.items())[:2]
+    recorded = {
+        value: path for path, shard in opened.items() if (value := shard.metadata.get(name))
+    }
+    if len(recorded) > 1:
+        (a, first), (b, second) = list(recorded.items())[:2]
         raise UserError(
             f"{name} is {a} in shard {first} but {b} in {second}; prepare all sources with one "
             "--tokenizer"
         )
-    return next(iter(said), "")
+    return next(iter(recorded), "")
 
 
 def _find_sep_token(section: DataConfig, opened: Mapping[str, Shard]) -> int:
@@ -399,16 +401,19 @@ def _find_sep_token(section: DataConfig, opened: Mapping[str, Shard]) -> int:
         UserError: it is unknown, or the flag contradicts shards in which the separator is stored.
     """
     for path, shard in opened.items():
-        said, is_stored = shard.metadata.get("sep_token"), shard.metadata.get("has_eos") == "true"
-        if is_stored and said and section.sep_token not in (None, int(said)):
+        recorded, is_stored = (
+            shard.metadata.get("sep_token"),
+            shard.metadata.get("has_eos") == "true",
+        )
+        if is_stored and recorded and section.sep_token not in (None, int(recorded)):
             raise UserError(
                 f"--sep_token={section.sep_token} does not match shard {path}, whose documents end "
-                f"with {said}; remove --sep_token"
+                f"with {recorded}; remove --sep_token"
             )
     if section.sep_token is not None:
         return section.sep_token
-    if said := _agreed(opened, "sep_token"):
-        return int(said)
+    if recorded := _agreed(opened, "sep_token"):
+        return int(recorded)
     if not opened:
         raise MissingInput(f"--data_path={section.data_path} has no readable shard; restore one")
     path, shard = next(iter(opened.items()))

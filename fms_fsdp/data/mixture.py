@@ -84,14 +84,14 @@ class Mixture:
         self._root = heap[0][2]
 
     def __call__(self, u: I64) -> tuple[I64, I64]:
-        """Returns (place in `names`, sequences of that source before u) for each u >= 0."""
+        """Returns (index in `names`, sequences of that source before u) for each u >= 0."""
         source, number = np.empty_like(u), np.empty_like(u)
         waiting: list[tuple[_Split | int, I64, I64]] = [(self._root, np.arange(len(u)), u)]
         while waiting:
-            node, places, i = waiting.pop()
+            node, positions, i = waiting.pop()
             if isinstance(node, int):
-                source[places] = node
-                number[places] = i
+                source[positions] = node
+                number[positions] = i
                 continue
             before, remainder = np.divmod(i * node.first_quota + node.quota // 2, node.quota)
             in_first = (
@@ -103,7 +103,7 @@ class Mixture:
                 (node.second, second, i - before),
             ):
                 if len(chosen):
-                    waiting.append((child, places[chosen], index[chosen]))
+                    waiting.append((child, positions[chosen], index[chosen]))
         return source, number
 
     def counts(self, u: int) -> dict[str, int]:

@@ -120,13 +120,13 @@ class SourceOrder:
         """Returns where on the ring the ranges of a window begin, and the tokens in each."""
         cut, (round_, logical_shard) = self.cut, divmod(window, self.logical_shards)
         if round_ < cut.rounds:
-            places = round_ * cut.chunks + np.arange(cut.chunks)
-            number = places * self.logical_shards + logical_shard
+            chunks = round_ * cut.chunks + np.arange(cut.chunks)
+            number = chunks * self.logical_shards + logical_shard
             i = permute(number, cut.num_chunks, derive_key(self._key, _CHUNKS, epoch))
             first, length = i * cut.chunk + i * cut.extra // cut.num_chunks, cut.chunk
         else:
-            places = (round_ - cut.rounds) * CHUNKS + np.arange(CHUNKS)
-            number = places * self.logical_shards + logical_shard
+            chunks = (round_ - cut.rounds) * CHUNKS + np.arange(CHUNKS)
+            number = chunks * self.logical_shards + logical_shard
             key = derive_key(self._key, _EXTRA, epoch)
             j = permute(number[number < cut.extra], cut.extra, key)
             first, length = -(-(j + 1) * cut.num_chunks // cut.extra) * cut.chunk + j, 1
@@ -205,14 +205,14 @@ class History:
         Raises:
             UserError: the data of the run begin after the step.
         """
-        place = bisect_right(self.phases, step - 1, key=lambda phase: phase.after)
-        if place == 0:
+        index = bisect_right(self.phases, step - 1, key=lambda phase: phase.after)
+        if index == 0:
             begin = self.phases[0].after + 1
             raise UserError(
                 f"--step={step} must be at least {begin}, where the data of the run begin; set "
                 f"--step={begin}"
             )
-        return self.phases[place - 1]
+        return self.phases[index - 1]
 
     def position(self, step: int) -> Counter[str]:
         """Returns the number of the first sequence of each source after `step`."""
@@ -308,7 +308,7 @@ class Order:
         begin = phase.sequences_before(step) - phase.sequences_before(first)
         mine = slice(begin + start, begin + (phase.batch_at(step) if stop is None else stop))
         rows = zip(*(column[mine].tolist() for column in columns), strict=True)
-        return [Address(names[source], *place) for source, *place in rows]
+        return [Address(names[source], *location) for source, *location in rows]
 
     def address(self, name: str, n: int) -> Address:
         """Returns where sequence n of the source is, whichever step it comes in."""

@@ -161,8 +161,8 @@ class Shard:
         else:
             with self._errors_named():
                 lengths, addresses = self._scalars(self._blocks[:limit])
-        places = addresses[:limit] + (lengths - 1) * self.width
-        return self._tokens_at(places[lengths > 0])
+        offsets = addresses[:limit] + (lengths - 1) * self.width
+        return self._tokens_at(offsets[lengths > 0])
 
     def first_tokens(self, limit: int) -> list[int]:
         """Returns the first stored token of each of the first `limit` documents that have any."""
@@ -274,16 +274,16 @@ class Shard:
                 raise self.error("has record batches of different forms")
         return lengths, blocks["offset"] + blocks["metadata"]
 
-    def _gather(self, places: I64) -> I64:
+    def _gather(self, offsets: I64) -> I64:
         """Returns the int64 at each (ascending) offset of the file, with few reads."""
-        edges = [0, *(np.flatnonzero(np.diff(places // _READ_SIZE)) + 1).tolist(), len(places)]
-        self._storage.prefetch(self.path, [(int(places[0]), int(places[-1]))])
+        edges = [0, *(np.flatnonzero(np.diff(offsets // _READ_SIZE)) + 1).tolist(), len(offsets)]
+        self._storage.prefetch(self.path, [(int(offsets[0]), int(offsets[-1]))])
         words = []
         for first, last in pairwise(edges):
-            begin, stop = int(places[first]), int(places[last - 1]) + 8
+            begin, stop = int(offsets[first]), int(offsets[last - 1]) + 8
             data = np.frombuffer(self.read(stop - begin, begin), np.uint8)
             words.append(
-                data[(places[first:last] - begin)[:, None] + np.arange(8)].view("<i8")[:, 0]
+                data[(offsets[first:last] - begin)[:, None] + np.arange(8)].view("<i8")[:, 0]
             )
         return np.concatenate(words)
 

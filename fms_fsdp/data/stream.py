@@ -22,7 +22,7 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.config.formats import parse_skips
-from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, rows_of_rank
+from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, sequences_of_rank
 from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit_logical_shards
@@ -119,7 +119,7 @@ class TokenStream:
             UserError: the batch does not divide over the ranks, or does not fit the corpus.
         """
         batch, sources = self.global_batch_size, self.corpus.sources
-        rows_of_rank(batch, self.dp_rank, self.dp_size)
+        sequences_of_rank(batch, self.dp_rank, self.dp_size)
         if self.corpus.sep_token >= self.vocab_size:
             raise UserError(
                 f"--sep_token={self.corpus.sep_token} must be below --vocab_size={self.vocab_size}; "
@@ -204,7 +204,7 @@ class TokenStream:
             ShardError: a shard cannot be read; the text names the step.
         """
         size = self.order.history.phase(step).batch_at(step)
-        start, stop = rows_of_rank(size, dp_rank, dp_size)
+        start, stop = sequences_of_rank(size, dp_rank, dp_size)
         batch = empty_batch(stop - start, self.section.seq_length, pin_memory=self.pin_memory)
         columns = [tensor.numpy() for tensor in batch]
         self._masked.pop(step, None)  # a step that is read twice counts once

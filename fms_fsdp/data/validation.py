@@ -100,7 +100,7 @@ def scan_held_out(
             f"--data_path ({data.data_path})", trained.tokenizer, data.data_path
         )
     found = []
-    for group, flag, root, names in _places(section, data):
+    for group, flag, root, names in _evaluated_folders(section, data):
         listing = HeldOutListing(group, data, vocab_size)
         if root:
             held_out = replace(data, data_path=root, datasets=names, weights=())
@@ -124,7 +124,7 @@ def close_held_out(sources: Iterable[HeldOut]) -> None:
         source.stream.close()
 
 
-def _places(
+def _evaluated_folders(
     section: EvalConfig, data: DataConfig
 ) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """Yields group, flag, folder and sources of each evaluation: without a folder synthetic tokens, without

@@ -67,7 +67,7 @@ class ParallelDims:
         """Returns the number of ranks along an axis or a combination of axes."""
         return math.prod(getattr(self, part) for part in JOINED.get(axis, (axis,)))
 
-    def place(self, rank: int, axis: str) -> int:
+    def axis_rank(self, rank: int, axis: str) -> int:
         """Returns the rank along an axis, or a combination of axes, of a rank of the world."""
         place = 0
         for part in JOINED.get(axis, (axis,)):

@@ -75,10 +75,11 @@ def plan_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDi
 
 def _axes_error(sizes: dict[str, int], world_size: int) -> UserError:
     """Returns the error of axes that do not divide the world, with the sizes that each may have."""
-    product, fixes = math.prod(sizes.values()), list[str]()
+    num_ranks = math.prod(sizes.values())
+    fixes = list[str]()
     given = {axis: size for axis, size in sizes.items() if size > 1}
     for axis, size in given.items():
-        others = product // size
+        others = num_ranks // size
         if world_size % others == 0:
             fixes.append(f"--{axis}_size={_divisors_of(world_size // others)}")
     axes = " x ".join(f"--{axis}_size={size}" for axis, size in given.items())
@@ -161,15 +162,15 @@ class Mesh:
         """Returns the number of ranks along the axis."""
         return self.dims.size(axis)
 
-    def place(self, axis: str) -> int:
+    def axis_rank(self, axis: str) -> int:
         """Returns this process's rank along the axis."""
-        return self.dims.place(self._rank, axis)
+        return self.dims.axis_rank(self._rank, axis)
 
     def counts_for(self, axis: str) -> bool:
         """Returns whether this process adds its value to a sum over the world, if values differ along
         `axis` alone: of the ranks with the same value the first one does."""
         others = set(AXES) - set(JOINED.get(axis, (axis,)))
-        return all(self.place(other) == 0 for other in others)
+        return all(self.axis_rank(other) == 0 for other in others)
 
     def sum(self, tensor: torch.Tensor, axis: str) -> torch.Tensor:
         """Sums the tensor over the ranks along the axis, in place (collective)."""

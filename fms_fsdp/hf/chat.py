@@ -88,11 +88,11 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     """
     found: tuple[int, ...] = ()
     for name in ("generation_config.json", "config.json"):
-        said = _content(folder / name).get("eos_token_id")
-        ids = said if isinstance(said, list) else [said]
+        value = _content(folder / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
         if not all(each is None or (type(each) is int and -1 <= each < 1 << 31) for each in ids):
             raise UserError(
-                f"{folder / name}: eos_token_id={shown(str(said)[:99])} must be a token id"
+                f"{folder / name}: eos_token_id={shown(str(value)[:99])} must be a token id"
             )
         found = found or tuple(each for each in ids if each is not None and each >= 0)
     return found

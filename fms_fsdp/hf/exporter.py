@@ -45,14 +45,14 @@ class Exporter:
         if self._is_on and is_due and state.step not in self._due:
             self._set_due((*self._due, state.step))
         if self._due:
-            self._go_on()
+            self._export_next()
 
     def finish(self) -> None:
         """Completes the due exports at the end of the run."""
-        while self._running or self._go_on():
+        while self._running or self._export_next():
             assert self._running is not None
             self._running[1].wait()
-            self._go_on()
+            self._export_next()
         for step in self._due:
             log.warning("step %d was not exported: it has no checkpoint", step)
         if self._due:
@@ -93,7 +93,7 @@ class Exporter:
     def _drop(self, step: int) -> None:
         self._set_due(tuple(each for each in self._due if each != step))
 
-    def _go_on(self) -> bool:
+    def _export_next(self) -> bool:
         """Reads how an export has ended and begins the next; returns whether one is under way."""
         if self._running is not None and self._running[1].poll() is not None:
             step, process = self._running
@@ -113,11 +113,11 @@ class Exporter:
             except (UserError, OSError) as error:  # e.g. deleted since
                 log.warning("step %d was not exported: %s", ready[0], error)
                 self._drop(ready[0])
-                return self._go_on()
+                return self._export_next()
             if not metadata.is_healthy:
                 log.warning("step %d was not exported: it %s", ready[0], describe_health(metadata))
                 self._drop(ready[0])
-                return self._go_on()
+                return self._export_next()
             self._running = ready[0], self._begin(ready[0])
         return self._running is not None
 

@@ -234,11 +234,11 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
                 f"{problem}; convert {pickled[0]} with transformers: {load}.save_pretrained('{folder}')"
             )
         raise UserError(f"{problem}; name a folder with weights")
-    places = read_json_object(index).get("weight_map")
-    if not isinstance(places, dict):
+    file_names = read_json_object(index).get("weight_map")
+    if not isinstance(file_names, dict):
         raise UserError(f"{index.name} has no weight_map; download the checkpoint again")
     files: dict[str, dict[str, torch.Tensor]] = {}
-    for name in places.values():
+    for name in file_names.values():
         if not isinstance(name, str) or not name.isprintable() or Path(name).name != name:
             raise UserError(
                 f"{index.name} names the file {shown(str(name)[:99])}, outside of the folder; download the checkpoint again"
@@ -247,14 +247,14 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
             if not (folder / name).is_file():
                 raise UserError(f"{name} is missing; download the checkpoint again")
             files[name] = read_safetensors(folder / name)
-    if missing := [weight for weight, name in places.items() if weight not in files[name]]:
+    if missing := [weight for weight, name in file_names.items() if weight not in files[name]]:
         raise UserError(
-            f"{shown(missing[0])} is not in {places[missing[0]]}; download the checkpoint again"
+            f"{shown(missing[0])} is not in {file_names[missing[0]]}; download the checkpoint again"
         )
     weights = dict[str, torch.Tensor]()
     for tensors in files.values():
         weights |= tensors  # transformers reads weights that the index does not list too
-    weights |= {weight: files[name][weight] for weight, name in places.items()}
+    weights |= {weight: files[name][weight] for weight, name in file_names.items()}
     return weights
 
 
@@ -428,14 +428,17 @@ def save_weights(
             free = max_shard_bytes
         shards[-1].append(name)
         free -= size
-    code, places = next(code for code, known in _CODES.items() if known == dtype), dict[str, str]()
+    code, file_names = (
+        next(code for code, known in _CODES.items() if known == dtype),
+        dict[str, str](),
+    )
     for number, names in enumerate(shards, 1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file_name = file_name if len(shards) > 1 else "model.safetensors"
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         begin = 0
         for name in names:
-            places[name], end = file_name, begin + sizes[name]
+            file_names[name], end = file_name, begin + sizes[name]
             header[name] = {
                 "dtype": code,
                 "shape": list(shapes[name]),
@@ -455,7 +458,7 @@ def save_weights(
             file.flush()
             sync_to_disk(file.fileno(), folder / file_name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_names}
         (folder / "model.safetensors.index.json").write_text(
             json.dumps(index, indent=2) + "\n", encoding="utf-8"
         )

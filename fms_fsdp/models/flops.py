@@ -44,8 +44,8 @@ def matmul_flops_per_token(config: TransformerConfig, seq_length: int) -> int:
 def keeps_matmul(kept: Collection[str], index: int) -> bool:
     """Returns whether a block that keeps these results (`ParallelConfig.kept_ops`) keeps the result
     of this matmul of q, k, v, o and the two or three of the feed-forward layer."""
-    second = "every_second_product" in kept or ("attention_products" in kept and index < 4)
-    return "products" in kept or (second and index % 2 == 1)
+    second = "every_second_matmul" in kept or ("attention_matmuls" in kept and index < 4)
+    return "matmuls" in kept or (second and index % 2 == 1)
 
 
 def recomputed_flops_per_token(

@@ -66,7 +66,7 @@ def build_pipeline(
     layers, ready to train."""
     size, virtual = mesh.size("pp"), mesh.dims.virtual_stages
     layers = layers_of_stages(config, config.max_seq_len, size * virtual)
-    own = stages_of_rank(mesh.place("pp"), size, virtual, section.pp_schedule)
+    own = stages_of_rank(mesh.axis_rank("pp"), size, virtual, section.pp_schedule)
     stages = {stage: build_stage(layers[stage]) for stage in own}
     return Pipeline(config, section, mesh, precision, device, stages)
 

@@ -20,7 +20,7 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.optimizers import state_bytes
 from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
-from fms_fsdp.predict.meter import Shape, cost, units
+from fms_fsdp.predict.meter import ModelSetup, cost, units
 from fms_fsdp.state import RunConfig
 
 GIB = 2**30
@@ -37,7 +37,7 @@ class Step:
     optimizer_bytes   of the optimizer's state per parameter; 8 are those of AdamW in fp32
     """
 
-    shape: Shape
+    setup: ModelSetup
     rows: int
     accum: int
     optimizer_bytes: float = 8.0
@@ -45,7 +45,7 @@ class Step:
     @staticmethod
     def of(run: RunConfig, *, compiled: bool) -> Step:
         """Returns the step of a resolved run."""
-        shape = Shape(
+        setup = ModelSetup(
             run.model,
             run.config.parallel,
             run.precision,
@@ -56,7 +56,7 @@ class Step:
         )
         state = state_bytes(run.config.optim, run.model, run.precision)
         return Step(
-            shape,
+            setup,
             run.batch.batch_size,
             run.batch.grad_accum_steps,
             optimizer_bytes=state / num_params(run.model),
@@ -65,8 +65,8 @@ class Step:
     @property
     def micro_batch(self) -> int:
         """The sequences that pass through a rank at a time."""
-        shape = self.shape
-        return shape.section.pp_micro_batch_size if shape.dims.pp > 1 else self.rows
+        setup = self.setup
+        return setup.section.pp_micro_batch_size if setup.dims.pp > 1 else self.rows
 
     @property
     def num_micro_batches(self) -> int:
@@ -75,7 +75,7 @@ class Step:
     @property
     def tokens(self) -> int:
         """The tokens of a step on all devices."""
-        return self.rows * self.accum * self.shape.dims.size("dp") * self.shape.seq_length
+        return self.rows * self.accum * self.setup.dims.size("dp") * self.setup.seq_length
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
@@ -98,20 +98,20 @@ class Held:
     def blocks(self) -> int:
         return self.plain + self.recomputed
 
-    def params(self, shape: Shape) -> int:
+    def params(self, setup: ModelSetup) -> int:
         """Returns the parameters before FSDP shards them."""
-        sizes = units(shape)
+        sizes = units(setup)
         return (
             self.embed * sizes["embed"] + self.blocks * sizes["block"] + self.head * sizes["head"]
         )
 
 
 @cache
-def held_by(shape: Shape, place: int) -> Held:
-    """Returns the parts that the rank at this place of the pipeline holds."""
-    config, dims, section = shape.config, shape.dims, shape.section
+def held_by(setup: ModelSetup, stage: int) -> Held:
+    """Returns the parts that the rank at this stage of the pipeline holds."""
+    config, dims, section = setup.config, setup.dims, setup.section
     num_stages = dims.pp * dims.virtual_stages
-    stages = stages_of_rank(place, dims.pp, dims.virtual_stages, section.pp_schedule)
+    stages = stages_of_rank(stage, dims.pp, dims.virtual_stages, section.pp_schedule)
     # `config.max_seq_len`, as parallelize divides the layers before it knows a batch.
     layers = [
         layer
@@ -119,7 +119,7 @@ def held_by(shape: Shape, place: int) -> Held:
         for layer in layers_of_stages(config, config.max_seq_len, num_stages)[stage]
     ]
     is_cheap = section.recomputes == "cheap"
-    fraction = Fraction(int(shape.compiled)) if is_cheap else section.recomputed_share
+    fraction = Fraction(int(setup.compiled)) if is_cheap else section.recomputed_share
     chosen = [False] * config.num_layers
     if fraction:
         chosen = select_blocks(config.num_layers, fraction, section.segment)
@@ -180,7 +180,7 @@ class Memory:
 def minimum_memory(step: Step) -> Memory:
     """Returns the memory without which no step is possible, on the rank that holds most; runs no
     part of the model."""
-    found = (_minimum(step, place) for place in range(step.shape.dims.pp))
+    found = (_minimum(step, stage) for stage in range(step.setup.dims.pp))
     return max(found, key=lambda memory: memory.total)
 
 
@@ -189,15 +189,15 @@ def estimate_memory(step: Step, saves: int = 0) -> Memory:
 
     `saves`: bytes of background saves.
     """
-    places = {0, step.shape.dims.pp - 1}
-    found = (_expected(step, place) for place in places)
+    stages = {0, step.setup.dims.pp - 1}
+    found = (_expected(step, stage) for stage in stages)
     return replace(max(found, key=lambda memory: memory.total), saves=saves)
 
 
-def _minimum(step: Step, place: int) -> Memory:
-    shape, accum = step.shape, step.accum
-    config, dims, precision, sizes = shape.config, shape.dims, shape.precision, units(shape)
-    params, shards = held_by(shape, place).params(shape), dims.size("shard")
+def _minimum(step: Step, stage: int) -> Memory:
+    setup, accum = step.setup, step.accum
+    config, dims, precision, sizes = setup.config, setup.dims, setup.precision, units(setup)
+    params, shards = held_by(setup, stage).params(setup), dims.size("shard")
     compute = NUM_BYTES[precision.compute]
     weights = (NUM_BYTES[precision.weights] + 2 * precision.rounded_copy) * params // shards
     gradients = NUM_BYTES[precision.gradients] * params // shards
@@ -209,40 +209,40 @@ def _minimum(step: Step, place: int) -> Memory:
         gathered = compute * params
     else:
         tied = sizes["embed"] if config.tie_embeddings else 0  # the root stays gathered
-        block = sizes["block"] * min(shape.section.blocks_per_group, config.num_layers)
+        block = sizes["block"] * min(setup.section.blocks_per_group, config.num_layers)
         gathered = compute * (tied + max(block, sizes["embed"] - tied, sizes["head"]))
     # Four int64 columns of the data, and the table of positions.
-    own = step.micro_batch * shape.seq_length // dims.cp
+    own = step.micro_batch * setup.seq_length // dims.cp
     own //= dims.tp if dims.sequence_parallel else 1
     sequences = (
-        32 * accum * step.rows * shape.seq_length + 8 * config.rotary_dim * config.max_seq_len
+        32 * accum * step.rows * setup.seq_length + 8 * config.rotary_dim * config.max_seq_len
     )
     sequences += compute * config.hidden_size * own
     optimizer = int(step.optimizer_bytes * params) // shards
     return Memory(weights, gradients, optimizer, gathered, sequences)
 
 
-def _expected(step: Step, place: int) -> Memory:
-    shape, micro = step.shape, step.micro_batch
-    config, dims, precision, section = shape.config, shape.dims, shape.precision, shape.section
-    least = _minimum(step, place)
-    held, sizes = held_by(shape, place), units(shape)
+def _expected(step: Step, stage: int) -> Memory:
+    setup, micro = step.setup, step.micro_batch
+    config, dims, precision, section = setup.config, setup.dims, setup.precision, setup.section
+    least = _minimum(step, stage)
+    held, sizes = held_by(setup, stage), units(setup)
     compute, reduce = NUM_BYTES[precision.compute], NUM_BYTES[precision.reduce]
     segment = min(section.segment, max(1, held.recomputed))
-    block = cost(shape, "block", micro)
-    again = cost(shape, "recomputed", micro) if held.recomputed else block
+    block = cost(setup, "block", micro)
+    again = cost(setup, "recomputed", micro) if held.recomputed else block
     kept = held.plain * block.kept + -(-held.recomputed // segment) * again.kept
-    kept *= _in_flight(shape, step.rows // micro)
+    kept *= _in_flight(setup, step.rows // micro)
     working = max(block.peak - block.kept if held.plain else 0, again.peak - again.kept)
     working += (segment - 1) * block.kept  # the backward pass of a segment recomputes all of it
-    at_loss = cost(shape, "head", micro).peak if held.head else 0
-    at_end = cost(shape, "embed", micro).peak if held.embed else 0
+    at_loss = cost(setup, "head", micro).peak if held.head else 0
+    at_end = cost(setup, "embed", micro).peak if held.embed else 0
     if dims.strategy == "none":
         if step.accum == 1 and not config.tie_embeddings:
             at_end = 0  # its gradient is one of the gradients
         gathered = least.gathered
     else:  # the block in use and the next one, the head, and the input of a reduction
-        num_params = held.params(shape)
+        num_params = held.params(setup)
         group = sizes["block"] * min(section.blocks_per_group, config.num_layers)
         gathered = compute * (num_params if dims.keeps_weights else 2 * group)
         if not dims.keeps_weights:
@@ -254,17 +254,17 @@ def _expected(step: Step, place: int) -> Memory:
         masks = len(set(config.windows))
         if config.pos_emb == "relative":  # its gradient, and what a layer adds to it
             masks = 2 * masks + micro
-        kept += masks * compute * config.num_attention_heads // dims.tp * shape.seq_length**2
+        kept += masks * compute * config.num_attention_heads // dims.tp * setup.seq_length**2
     # Gradients of this step exist from the second micro-step on, and grow in the backward pass. Those of
     # FSDP are in memory of another stream of the GPU, which activations cannot use before either.
     gradients = least.gradients
     is_early = step.accum > 1 or dims.pp > 1
-    is_early |= dims.strategy != "none" and shape.device_type == "cuda" and not section.cpu_offload
+    is_early |= dims.strategy != "none" and setup.device_type == "cuda" and not section.cpu_offload
     early = gradients if is_early else 0
     full = max(early + kept + at_loss, early + kept + working, gradients + at_end)
     activations = int(min(kept, full - gradients))
-    share = _ALLOCATOR[shape.device_type]
-    if shape.device_type == "cpu" and section.recomputes == "ops" and not shape.compiled:
+    share = _ALLOCATOR[setup.device_type]
+    if setup.device_type == "cpu" and section.recomputes == "ops" and not setup.compiled:
         share += _GAPS
     allocator = int(share * (full + gathered))
     return replace(
@@ -276,11 +276,11 @@ def _expected(step: Step, place: int) -> Memory:
     )
 
 
-def _in_flight(shape: Shape, micro_batches: int) -> float:
+def _in_flight(setup: ModelSetup, micro_batches: int) -> float:
     """Returns the micro-batches whose activations a rank keeps, in units of all its stages."""
-    dims = shape.dims
+    dims = setup.dims
     most = {
         "gpipe": float(micro_batches),
         "interleaved": dims.pp + (dims.pp - 1) / dims.virtual_stages,
     }
-    return min(micro_batches, most.get(shape.section.pp_schedule, float(dims.pp)))
+    return min(micro_batches, most.get(setup.section.pp_schedule, float(dims.pp)))

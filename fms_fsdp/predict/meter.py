@@ -64,7 +64,7 @@ _GROUP = "predict "  # prefix of the names of groups without processes
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSetup:
     """Everything that the cost of a part depends on."""
 
     config: TransformerConfig
@@ -75,9 +75,9 @@ class Shape:
     compiled: bool = True
     device_type: str = "cuda"
 
-    def bare(self, part: str) -> Shape:
-        """Returns the shape of one block without the settings that do not change this part."""
-        dims, section = self.dims, self.section.for_rows(self.seq_length)
+    def bare(self, part: str) -> ModelSetup:
+        """Returns the setup of one block without the settings that do not change this part."""
+        dims, section = self.dims, self.section.for_seq_length(self.seq_length)
         names = ["cp_method", "sequence_parallel"] if dims.tp * dims.cp > 1 else []
         own: dict[str, Any] = {name: getattr(section, name) for name in names}
         own |= {"tp_size": dims.tp, "cp_size": dims.cp}
@@ -242,13 +242,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not self.fused:
             return sum(self.sizes[number] for number in stay if number >= self.num_known)
-        place = self.written if recompute == "cheap" else held
+        written = self.written if recompute == "cheap" else held
         kept, seen, todo = 0, set[int](), list(stay & self.read)
         while todo:
             if (number := todo.pop()) in seen or number < self.num_known:
                 continue
             seen.add(number)
-            if number in place or number == self.num_known:  # the input
+            if number in written or number == self.num_known:  # the input
                 kept += self.sizes[number]
             else:
                 todo += self.parents[number]
@@ -360,12 +360,12 @@ def _use_flash(model: Llama) -> None:
         module.attend = _flash
 
 
-def _build(shape: Shape) -> Llama:
+def _build(setup: ModelSetup) -> Llama:
     """Builds a model of one block as `parallelize` does, up to FSDP."""
-    model, precision, mesh = build_model(shape.config), shape.precision, _FirstRank(shape.dims)
-    if shape.device_type != "cpu":
+    model, precision, mesh = build_model(setup.config), setup.precision, _FirstRank(setup.dims)
+    if setup.device_type != "cpu":
         _use_flash(model)
-    if shape.dims.strategy == "none":
+    if setup.dims.strategy == "none":
         cast_weights(model, precision)
         apply_precision(model, precision)
     else:  # as FSDP gathers them; `to(dtype)` fails for fake parameters
@@ -374,28 +374,28 @@ def _build(shape: Shape) -> Llama:
         from fms_fsdp.parallel.float8 import apply_float8
 
         apply_float8(model, precision.float8)
-    if shape.dims.tp > 1:
+    if setup.dims.tp > 1:
         from fms_fsdp.parallel.tensor import apply_tp
 
-        apply_tp(model, mesh, shape.section)
-    if shape.dims.cp > 1:
+        apply_tp(model, mesh, setup.section)
+    if setup.dims.cp > 1:
         from fms_fsdp.parallel.context import apply_cp
 
-        apply_cp(model, mesh, shape.section)
-    if shape.device_type != "cpu":
+        apply_cp(model, mesh, setup.section)
+    if setup.device_type != "cpu":
         _use_fused_norms(model)
     return model
 
 
-def units(shape: Shape) -> dict[str, int]:
+def units(setup: ModelSetup) -> dict[str, int]:
     """Returns the parameters of a rank of tp, by part; a tied head has only its norm."""
-    return _units(shape.bare("units"))
+    return _units(setup.bare("units"))
 
 
 @cache
-def _units(shape: Shape) -> dict[str, int]:
+def _units(setup: ModelSetup) -> dict[str, int]:
     with torch.device("meta"):
-        model = _build(shape)
+        model = _build(setup)
     parts = {"embed": model.embed, "block": model.blocks["0"], "head": model.head}
     found = {
         name: sum(local_shard(each).numel() for each in part.parameters())
@@ -409,49 +409,49 @@ def _units(shape: Shape) -> dict[str, int]:
 
 
 @cache
-def cost(shape: Shape, part: str, rows: int) -> Cost:
+def cost(setup: ModelSetup, part: str, rows: int) -> Cost:
     """Returns the cost of "embed", "block", "recomputed" or "head" for `rows` sequences of a rank.
 
     Blocks are linear in the number of sequences, so larger numbers follow from one and two. The
     head computes the loss in chunks, so it is linear only if a sequence has many of them, as on a
     CPU.
     """
-    shape = shape.bare(part)
+    setup = setup.bare(part)
     has_chunks = (
-        shape.device_type == "cpu" and 4 * shape.seq_length * shape.config.vocab_size > _MANY
+        setup.device_type == "cpu" and 4 * setup.seq_length * setup.config.vocab_size > _MANY
     )
     if rows > 2 and (part in ("block", "recomputed") or (part == "head" and has_chunks)):
-        one, two = (_measured(shape, part, number) for number in (1, 2))
+        one, two = (_measured(setup, part, number) for number in (1, 2))
         return one.plus(two.plus(one, -1), rows - 1)
-    return _measured(shape, part, rows)
+    return _measured(setup, part, rows)
 
 
 @cache
-def _measured(shape: Shape, part: str, rows: int) -> Cost:
+def _measured(setup: ModelSetup, part: str, rows: int) -> Cost:
     # FakeTensorMode with a device "cuda" aborts the process if torch is built without CUDA.
-    is_cpu = shape.device_type == "cpu"
+    is_cpu = setup.device_type == "cpu"
     for name in ("tp", "cp"):  # outside of the mode, in which a mesh cannot read its ranks
-        _axis(name, shape.dims.size(name))
+        _axis(name, setup.dims.size(name))
     with FakeTensorMode() if is_cpu else nullcontext(), torch.device("cpu" if is_cpu else "meta"):
-        return _measure(shape, part, rows)
+        return _measure(setup, part, rows)
 
 
-def _measure(shape: Shape, part: str, rows: int) -> Cost:
-    model: Any = _build(shape)
-    config, dims, is_cpu = shape.config, shape.dims, shape.device_type == "cpu"
-    length = shape.seq_length // dims.cp
+def _measure(setup: ModelSetup, part: str, rows: int) -> Cost:
+    model: Any = _build(setup)
+    config, dims, is_cpu = setup.config, setup.dims, setup.device_type == "cpu"
+    length = setup.seq_length // dims.cp
     own_length = length // (dims.tp if dims.sequence_parallel else 1)
     x = torch.empty(
         rows,
         own_length,
         config.hidden_size,
-        dtype=DTYPES[shape.precision.compute],
+        dtype=DTYPES[setup.precision.compute],
         requires_grad=True,
     )
     labels = torch.empty(rows, length, dtype=torch.int64)
     rope = torch.empty((length, *model.rope.shape[1:]))
-    if part == "recomputed" and shape.section.recomputes in ("ops", "blocks"):
-        apply_activation_checkpointing(model, shape.section, compiled=False)
+    if part == "recomputed" and setup.section.recomputes in ("ops", "blocks"):
+        apply_activation_checkpointing(model, setup.section, compiled=False)
     tied = model.embed.weight if config.tie_embeddings else None
     mask: Any = None  # on a GPU it is part of the kernel
     if is_cpu or config.pos_emb in ("alibi", "relative"):
@@ -465,7 +465,7 @@ def _measure(shape: Shape, part: str, rows: int) -> Cost:
     }
     call = calls.get(part, lambda x: model.blocks["0"](x, rope, mask, None))
     known = [x, labels, model.rope, *model.parameters(), *_tensors((rope, mask))]
-    meter = Meter(known, shape.compiled, {"tp": dims.tp, "cp": dims.cp})
+    meter = Meter(known, setup.compiled, {"tp": dims.tp, "cp": dims.cp})
     with meter:
         given = [x.clone()]  # only the call holds it, like the result of the block before
         meter.moved.clear()
@@ -477,5 +477,5 @@ def _measure(shape: Shape, part: str, rows: int) -> Cost:
         out.backward(torch.empty_like(out))
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     summands = sum(local_shard(each).numel() for each in gradients if is_partial(each))
-    kept = meter.kept(stay, held, shape.section.recomputes)
+    kept = meter.kept(stay, held, setup.section.recomputes)
     return Cost(kept, meter.peak, meter.flops, meter.moved, meter.sent, summands)

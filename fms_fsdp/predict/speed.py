@@ -23,7 +23,7 @@ from fms_fsdp.config.values import plain
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.predict.devices import Device
 from fms_fsdp.predict.memory import GIB, Step, held_by
-from fms_fsdp.predict.meter import Cost, Shape, cost, units
+from fms_fsdp.predict.meter import Cost, ModelSetup, cost, units
 
 
 class Efficiency(NamedTuple):
@@ -58,9 +58,9 @@ _DTYPES = {
 }
 
 
-def rank_cost(shape: Shape, place: int, rows: int) -> Cost:
-    """Returns the cost of a micro-batch on the rank at this place of the pipeline."""
-    held, total = held_by(shape, place), Cost()
+def rank_cost(setup: ModelSetup, stage: int, rows: int) -> Cost:
+    """Returns the cost of a micro-batch on the rank at this stage of the pipeline."""
+    held, total = held_by(setup, stage), Cost()
     counts = {
         "embed": held.embed,
         "block": held.plain,
@@ -69,14 +69,14 @@ def rank_cost(shape: Shape, place: int, rows: int) -> Cost:
     }
     for part, count in counts.items():
         if count:
-            total = total.plus(cost(shape, part, rows), count)
+            total = total.plus(cost(setup, part, rows), count)
     return total
 
 
 def slowest(step: Step) -> tuple[int, Cost]:
-    """Returns the place in the pipeline that computes longest, and the cost of a micro-batch there."""
-    places = {0, step.shape.dims.pp - 1}
-    costs = {place: rank_cost(step.shape, place, step.micro_batch) for place in places}
+    """Returns the stage in the pipeline that computes longest, and the cost of a micro-batch there."""
+    stages = {0, step.setup.dims.pp - 1}
+    costs = {stage: rank_cost(step.setup, stage, step.micro_batch) for stage in stages}
     return max(costs.items(), key=lambda each: sum(each[1].flops.values()))
 
 
@@ -90,19 +90,19 @@ def step_time(
     """Returns the seconds of a step by part, on the rank that computes longest; `computed`: the cost
     of a micro-batch there by another program."""
     reached = reached or EFFICIENCY[device.generation]
-    shape, dims, count = step.shape, step.shape.dims, step.num_micro_batches
-    place, own = slowest(step)
+    setup, dims, count = step.setup, step.setup.dims, step.num_micro_batches
+    stage, own = slowest(step)
     computed = computed or own
     bandwidth = 1e9 * device.memory_gb_s * reached.memory
     times = {
-        name: count * seconds for name, seconds in _computing(shape, device, reached, computed)
+        name: count * seconds for name, seconds in _computing(setup, device, reached, computed)
     }
-    busy, precision = sum(times.values()), shape.precision
+    busy, precision = sum(times.values()), setup.precision
     num_bytes = 2 * NUM_BYTES[precision.weights] + 2 * NUM_BYTES[precision.gradients]
     num_bytes += 4 * NUM_BYTES[precision.state]
-    num_params = held_by(shape, place).params(shape)
+    num_params = held_by(setup, stage).params(setup)
     times["optimizer"] = num_bytes * num_params / dims.size("shard") / bandwidth
-    for axis, size in sent_by(step, place, computed).items():
+    for axis, size in sent_by(step, stage, computed).items():
         seconds = size / _link(dims, axis, device, devices_per_node) / reached.links
         if axis not in ("tp", "cp", "pp"):
             once = axis == "dp_replicate" or not dims.sync_each_micro_step
@@ -110,13 +110,13 @@ def step_time(
             seconds = max(reached.exposed * seconds, seconds - window)
         times[f"{axis} communication"] = seconds
     # The split backward passes of zbv fill most of the bubble.
-    idle = (dims.pp - 1) / (4 if shape.section.pp_schedule == "zbv" else dims.virtual_stages)
+    idle = (dims.pp - 1) / (4 if setup.section.pp_schedule == "zbv" else dims.virtual_stages)
     times["bubble"] = step.accum * idle * busy / count
     return {name: seconds for name, seconds in times.items() if seconds}
 
 
 def _computing(
-    shape: Shape, device: Device, reached: Efficiency, total: Cost
+    setup: ModelSetup, device: Device, reached: Efficiency, total: Cost
 ) -> list[tuple[str, float]]:
     """Returns the seconds of a micro-batch."""
     bandwidth = 1e9 * device.memory_gb_s * reached.memory
@@ -126,23 +126,23 @@ def _computing(
             name = _DTYPES[dtype]
             gain = reached.float8 if name == "float8" else 1
             matmuls += flops / (device.peak(name) * device.clock * reached.matmul * gain)
-    rate = device.peak(shape.precision.compute) * device.clock * reached.attention
-    attention = total.flops["attention"] * _seen(shape) + total.flops["old attention"] * (
-        _seen(shape) / reached.old_attention
+    rate = device.peak(setup.precision.compute) * device.clock * reached.attention
+    attention = total.flops["attention"] * _seen(setup) + total.flops["old attention"] * (
+        _seen(setup) / reached.old_attention
     )
-    fused = reached.fused if shape.compiled else 1
+    fused = reached.fused if setup.compiled else 1
     memory = total.moved["other"] * fused / bandwidth
     times = {"matmuls": matmuls, "attention": attention / rate, "memory": memory}
     return [(name, seconds / device.gain) for name, seconds in times.items()]
 
 
-def _seen(shape: Shape) -> float:
+def _seen(setup: ModelSetup) -> float:
     """Returns the fraction of all pairs of tokens that attention computes: causal, in windows.
 
     The counter of FLOPs takes all pairs.
     """
-    length = shape.seq_length
-    reach = [min(window or length, length) for window in shape.config.windows]
+    length = setup.seq_length
+    reach = [min(window or length, length) for window in setup.config.windows]
     return sum(width - width * width / (2 * length) for width in reach) / len(reach) / length
 
 
@@ -150,21 +150,21 @@ def sent(step: Step) -> Counter[str]:
     """Returns the bytes that a rank sends in a step, by axis: for each, the maximum over the
     pipeline."""
     found = Counter[str]()
-    for place in range(step.shape.dims.pp):
-        found |= sent_by(step, place, rank_cost(step.shape, place, step.micro_batch))
+    for stage in range(step.setup.dims.pp):
+        found |= sent_by(step, stage, rank_cost(step.setup, stage, step.micro_batch))
     return found
 
 
-def sent_by(step: Step, place: int, computed: Cost) -> Counter[str]:
-    """Returns the bytes that the rank at this place of the pipeline sends in a step, by axis.
+def sent_by(step: Step, stage: int, computed: Cost) -> Counter[str]:
+    """Returns the bytes that the rank at this stage of the pipeline sends in a step, by axis.
 
     An algorithm sends at least these: all-gather and reduce-scatter over s ranks (s - 1) / s of the
     unsharded tensor, all-reduce twice that.
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
-    shape, dims, precision = step.shape, step.shape.dims, step.shape.precision
-    held, shards, replicas = held_by(shape, place), dims.size("shard"), dims.dp_replicate
-    params, blocks = held.params(shape), held.blocks * units(shape)["block"]
+    setup, dims, precision = step.setup, step.setup.dims, step.setup.precision
+    held, shards, replicas = held_by(setup, stage), dims.size("shard"), dims.dp_replicate
+    params, blocks = held.params(setup), held.blocks * units(setup)["block"]
     compute, reduce = NUM_BYTES[precision.compute], NUM_BYTES[precision.reduce]
     # FSDP gathers and reduces once per schedule of a pipeline, and every schedule is a micro-step.
     times = step.accum if dims.sync_each_micro_step or dims.pp > 1 else 1
@@ -181,7 +181,7 @@ def sent_by(step: Step, place: int, computed: Cost) -> Counter[str]:
         last = dims.pp * dims.virtual_stages - 1
         forward = [each for each in held.stages if each < last and each + 1 not in held.stages]
         backward = [each for each in held.stages if each > 0 and each - 1 not in held.stages]
-        hidden = step.accum * step.rows * shape.seq_length // dims.cp * shape.config.hidden_size
+        hidden = step.accum * step.rows * setup.seq_length // dims.cp * setup.config.hidden_size
         hidden //= dims.tp if dims.sequence_parallel else 1
         total["pp"] = compute * hidden * (len(forward) + len(backward))
     return Counter({axis: int(size) for axis, size in total.items() if size})

@@ -12,7 +12,7 @@ from typing import Any
 from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import parse_description
 from fms_fsdp.errors import UserError
-from fms_fsdp.prepare.encode import ShardRecipe, ShardsConfig, TextReader, make_shards, note
+from fms_fsdp.prepare.encode import ShardsConfig, ShardSettings, TextReader, make_shards, note
 from fms_fsdp.prepare.inputs import (
     Document,
     InputFile,
@@ -152,7 +152,7 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
         stored = config.append_eos, bool(config.prompt_key), bos_id
         info = ShardInfo(vocabulary.size, vocabulary.eos_id, vocabulary.digest, *stored)
         limits = config.shard_tokens, config.max_bad_lines, config.dedup
-        return make_shards(config, sources, ShardRecipe(reader, info, config.split, *limits))
+        return make_shards(config, sources, ShardSettings(reader, info, config.split, *limits))
 
 
 def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:

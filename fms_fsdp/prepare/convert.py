@@ -26,7 +26,7 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import map_or_read
-from fms_fsdp.prepare.encode import Encoded, ShardRecipe, ShardsConfig, make_shards
+from fms_fsdp.prepare.encode import Encoded, ShardsConfig, ShardSettings, make_shards
 from fms_fsdp.prepare.inputs import (
     InputFile,
     Part,
@@ -142,7 +142,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
         info = replace(info, has_masks=has_masks)
         return make_shards(
-            config, sources, ShardRecipe(reader, info, config.split, config.shard_tokens)
+            config, sources, ShardSettings(reader, info, config.split, config.shard_tokens)
         )
 
 

@@ -182,7 +182,7 @@ def _batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document 
 
 
 @dataclass(frozen=True)
-class ShardRecipe:
+class ShardSettings:
     """How records become shards, for all sources of a call."""
 
     reader: Reader
@@ -199,7 +199,7 @@ class SliceJob:
 
     source: str
     slice: Slice
-    recipe: ShardRecipe
+    settings: ShardSettings
     folder: Path
     journal: Path
 
@@ -210,7 +210,7 @@ class SliceJob:
 
 
 def make_shards(
-    config: ShardsConfig, sources: Sequence[PreparedSource], recipe: ShardRecipe
+    config: ShardsConfig, sources: Sequence[PreparedSource], settings: ShardSettings
 ) -> dict[str, Stats]:
     """Encodes the slices that are not in the journals, and publishes the sources; returns statistics.
 
@@ -219,7 +219,7 @@ def make_shards(
     """
     results = {source.name: source.finished() for source in sources}
     jobs = [
-        SliceJob(source.name, part, recipe, source.partial, source.journal)
+        SliceJob(source.name, part, settings, source.partial, source.journal)
         for source in sources
         for part in source.slices
     ]
@@ -229,7 +229,7 @@ def make_shards(
     if len(pending) < len(jobs):
         note(f"{len(jobs) - len(pending)} of {len(jobs)} slices are already done")
     workers = config.num_workers or available_cores()
-    if recipe.dedup and pending:
+    if settings.dedup and pending:
         for _ in run_jobs(
             hash_slice, [j for j in jobs if not j.file("hashes.npy").is_file()], workers, "hash"
         ):
@@ -243,7 +243,7 @@ def make_shards(
 
 
 def _check_bad_lines(job: SliceJob, num_bad: int, examples: Sequence[str]) -> None:
-    if num_bad > (limit := job.recipe.max_bad_lines):
+    if num_bad > (limit := job.settings.max_bad_lines):
         raise UserError(
             f"--max_bad_lines={limit} is exceeded in source {job.source}: {'; '.join(examples)}; repair "
             "the input or raise the limit"
@@ -258,8 +258,8 @@ def encode_slice(job: SliceJob) -> SliceResult:
     Raises:
         UserError: an unreadable file, an id outside the vocabulary, or too many malformed records.
     """
-    recipe, stats, shards = job.recipe, Stats(), list[ShardEntry]()
-    edges = np.cumsum(recipe.split)[:-1] / sum(recipe.split) * 2.0**64
+    settings, stats, shards = job.settings, Stats(), list[ShardEntry]()
+    edges = np.cumsum(settings.split)[:-1] / sum(settings.split) * 2.0**64
     writers, num_full = dict[str, ShardWriter](), Counter[str]()
 
     def close(split: str) -> None:
@@ -271,8 +271,8 @@ def encode_slice(job: SliceJob) -> SliceResult:
         )
         num_full[split] += 1
 
-    copies = np.load(job.file("duplicates.npy")) if recipe.dedup else None
-    for record in recipe.reader.read(job.slice.parts, copies):
+    copies = np.load(job.file("duplicates.npy")) if settings.dedup else None
+    for record in settings.reader.read(job.slice.parts, copies):
         if isinstance(record, Problem):
             stats.skip(record)
             _check_bad_lines(job, stats.num_bad, stats.bad)
@@ -281,14 +281,14 @@ def encode_slice(job: SliceJob) -> SliceResult:
         if len(edges):
             data = record.document.data if record.document else tokens.astype("<u4").tobytes()
             split = SPLITS[int(np.searchsorted(edges, hash64(data), side="right"))]
-        if split in writers and writers[split].num_tokens + len(tokens) > recipe.shard_tokens:
+        if split in writers and writers[split].num_tokens + len(tokens) > settings.shard_tokens:
             if writers[split].num_tokens:
                 close(split)
         if split not in writers:
             number = f"_{num_full[split]:03d}" if num_full[split] else ""  # "_" sorts after "."
             path = job.folder / split / f"shard-{job.slice.index:05d}{number}.arrow"
             path.parent.mkdir(parents=True, exist_ok=True)
-            writers[split] = ShardWriter(path, recipe.info)
+            writers[split] = ShardWriter(path, settings.info)
         try:
             writers[split].add(tokens)
         except UserError as error:
@@ -307,8 +307,8 @@ def encode_slice(job: SliceJob) -> SliceResult:
 
 def hash_slice(job: SliceJob) -> None:
     """Writes the hash of every document of the slice, in order."""
-    assert isinstance(job.recipe.reader, TextReader)
-    records = (r for part in job.slice.parts for r in read_part(part, job.recipe.reader.form))
+    assert isinstance(job.settings.reader, TextReader)
+    records = (r for part in job.slice.parts for r in read_part(part, job.settings.reader.form))
     hashes = [hash64(record.data) for record in records if isinstance(record, Document)]
     _save(job.file("hashes.npy"), np.array(hashes, dtype=np.uint64))
 

@@ -143,7 +143,7 @@ def choose_checkpoint(cfg: TrainConfig, corrupt: dict[Path, str] | None = None) 
     if flags.resume == "never" and checkpoint_steps(root):
         raise UserError(f"--resume=never, but {root} has checkpoints; choose another --run_name")
     if flags.resume_step is not None and checkpoint_steps(root):
-        return _go_back(root, flags.resume_step, corrupt)
+        return _resume_at_step(root, flags.resume_step, corrupt)
     own = find_checkpoint(root, corrupt=corrupt)
     if own is not None:
         return _resume(own, own=True)
@@ -196,7 +196,7 @@ def _resume(
     )
 
 
-def _go_back(root: Path, step: int, corrupt: dict[Path, str] | None) -> ResumePoint:
+def _resume_at_step(root: Path, step: int, corrupt: dict[Path, str] | None) -> ResumePoint:
     """Applies `--resume_step`. A run that already went back to it resumes its newest checkpoint."""
     try:
         newest = find_checkpoint(root, corrupt=corrupt)
@@ -301,7 +301,7 @@ def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
             f"{batch.global_batch_size} sequences"
         )
     facts = {
-        "precision": (old.precision.in_words, run.precision.in_words),
+        "precision": (old.precision.summary, run.precision.summary),
         "world_size": (old.world_size, run.world_size),
         "device": (old.device_type, run.device_type),
     }

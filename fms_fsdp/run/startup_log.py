@@ -94,14 +94,14 @@ def describe_sources(stream: TokenStream, num_steps: int) -> Iterator[str]:
 
 def _precision(run: RunConfig) -> str:
     if run.device_type != "cuda":
-        return run.precision.in_words
+        return run.precision.summary
     model = run.model
     kernel = model.attn_impl
     if model.pos_emb in ("alibi", "relative"):
         kernel = "biased"
     elif run.config.data.document_mask or any(model.windows):
         kernel = "flex"
-    return f"{run.precision.in_words}, {kernel} attention"
+    return f"{run.precision.summary}, {kernel} attention"
 
 
 def describe_saves(run: RunConfig, start: int) -> str:

@@ -506,7 +506,7 @@ def describe(found: Estimate) -> Iterator[str]:
     yield (
         f"{config.num_devices:,} x {found.device.name} in nodes of "
         f"{config.machine.world.local_size}, {run.dims.strategy}: {describe_axes(run.dims)}; "
-        f"{run.precision.in_words}"
+        f"{run.precision.summary}"
     )
     fitted = "; this micro-batch is the largest that fits" if found.is_fitted else ""
     yield (

@@ -46,7 +46,7 @@ def unreadable() -> str:
     def fail(step: int) -> NoReturn:
         raise ReadFailed("shard-00000.arrow cannot be read")
 
-    if mesh.place("dp") == 1:
+    if mesh.axis_rank("dp") == 1:
         for source in sources:
             source.stream.batch_at = fail  # type: ignore[method-assign]
     try:

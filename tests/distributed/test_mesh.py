@@ -102,11 +102,16 @@ def test_ranks_count_up_along_every_axis() -> None:
     dims = ParallelDims("hsdp", dp_replicate=2, dp_shard=3, pp=2, cp=2, tp=2)
     ranks = range(dims.size("world"))
     assert dims.size("world") == 48 and dims.size("dp") == 6 and dims.size("replica") == 24
-    places = {tuple(dims.place(rank, axis) for axis in AXES) for rank in ranks}
+    places = {tuple(dims.axis_rank(rank, axis) for axis in AXES) for rank in ranks}
     assert places == set(itertools.product(range(2), range(2), range(3), range(2), range(2)))
-    assert [dims.place(rank, "tp") for rank in ranks][:4] == [0, 1, 0, 1]  # neighbours share a node
-    assert [dims.place(rank, "dp") for rank in ranks][::4] == [0, 1, 2, 3, 4, 5] * 2
-    assert [dims.place(rank, "world") for rank in ranks] == list(ranks)
+    assert [dims.axis_rank(rank, "tp") for rank in ranks][:4] == [
+        0,
+        1,
+        0,
+        1,
+    ]  # neighbours share a node
+    assert [dims.axis_rank(rank, "dp") for rank in ranks][::4] == [0, 1, 2, 3, 4, 5] * 2
+    assert [dims.axis_rank(rank, "world") for rank in ranks] == list(ranks)
 
 
 def timeouts_s() -> tuple[list[float], object]:

@@ -143,7 +143,7 @@ def train(one: Case) -> tuple[str, list[float], list[float]]:
     )
     losses, norms = [], []
     rows = ROWS // mesh.size("dp")
-    mine = slice(mesh.place("dp") * rows, (mesh.place("dp") + 1) * rows)
+    mine = slice(mesh.axis_rank("dp") * rows, (mesh.axis_rank("dp") + 1) * rows)
     for tokens, labels in batches():
         num_labels = (labels != -100).sum()
         total = torch.zeros(())

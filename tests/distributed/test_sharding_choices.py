@@ -22,7 +22,7 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.fsdp import set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step, minimum_memory
-from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.meter import ModelSetup
 from fms_fsdp.predict.speed import sent
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, mesh_of
@@ -132,7 +132,7 @@ def test_bytes_sent_and_held_are_those_predicted(world: int) -> None:
     for name, (flags, config, precision) in CASES[world].items():
         section, n = ParallelConfig(**flags), num_params(config)
         dims = plan_dims(section, "tiny", World(0, 0, world, world))
-        step = Step(Shape(config, section, precision, dims, SEQ, False, "cpu"), 1, ACCUM)
+        step = Step(ModelSetup(config, section, precision, dims, SEQ, False, "cpu"), 1, ACCUM)
         need, size = minimum_memory(step), NUM_BYTES[precision.gradients]
         kept = need.gathered if dims.keeps_weights else 0
         unsharded = need.gradients - size * n // dims.dp_shard

@@ -140,7 +140,7 @@ def steps_that_wait_for_nothing() -> None:
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.state import TrainState
-    from fms_fsdp.train import TrainStep, train_step
+    from fms_fsdp.train import StepSettings, train_step
 
     device, alone = torch.device(GPU), Mesh(ParallelDims("none"), 0, GPU)
     pure = Precision("bf16", weights="bf16", gradients="bf16", state="bf16")
@@ -149,7 +149,7 @@ def steps_that_wait_for_nothing() -> None:
         parallel = ParallelConfig(use_torch_compile=False)
         model = parallelize(shape, parallel, alone, device=device, precision=precision, seed=1)
         optimizers = build_optimizers(OptimConfig(), model, precision)
-        recipe = TrainStep(
+        settings = StepSettings(
             alone, device, lambda step, tokens, base: 1e-3, 2, 1.0, document_mask=False
         )
         scale = LossScale(PrecisionConfig(), device) if precision.compute == "fp16" else None
@@ -161,7 +161,7 @@ def steps_that_wait_for_nothing() -> None:
         for step in range(4):
             torch.cuda.set_sync_debug_mode("error" if step else "default")
             clock.mark("data")
-            interval.add(train_step(recipe, state, batch, clock))
+            interval.add(train_step(settings, state, batch, clock))
         torch.cuda.set_sync_debug_mode("default")
 
 

@@ -36,7 +36,7 @@ from fms_fsdp.optim.optimizers import build_optimizers  # noqa: E402
 from fms_fsdp.parallel.compile import compiles_optimizer  # noqa: E402
 from fms_fsdp.parallel.parallelize import parallelize  # noqa: E402
 from fms_fsdp.state import TrainState  # noqa: E402
-from fms_fsdp.train import TrainStep, train_step  # noqa: E402
+from fms_fsdp.train import StepSettings, train_step  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 SMALL = TransformerConfig(2, 256, 512, 4, 2, 512, max_seq_len=128)
@@ -92,7 +92,7 @@ def steps(case: dict[str, Any]) -> dict[str, Any]:
     model = parallelize(config, section, mesh, device=DEVICE, precision=numbers, seed=1)
     compiled = compiles_optimizer(section, model, DEVICE)
     optimizers = build_optimizers(OptimConfig(), model, numbers, 1, compiled=compiled)
-    recipe = TrainStep(
+    settings = StepSettings(
         mesh, DEVICE, lambda step, tokens, base: 1e-3, rows, 1.0, document_mask=False
     )
     scale = LossScale(PrecisionConfig(), DEVICE) if numbers.compute == "fp16" else None
@@ -112,7 +112,7 @@ def steps(case: dict[str, Any]) -> dict[str, Any]:
         COUNTS.nullcuda_reset()
         torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
         clock.mark("data")
-        train_step(recipe, state, batch, clock)
+        train_step(settings, state, batch, clock)
         torch.cuda.set_sync_debug_mode("default")
     result = summary(counted()) | {
         "peak": torch.cuda.max_memory_reserved(),

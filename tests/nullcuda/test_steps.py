@@ -15,7 +15,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict.memory import Step
-from fms_fsdp.predict.meter import Shape, cost
+from fms_fsdp.predict.meter import ModelSetup, cost
 from fms_fsdp.predict.speed import sent as sent_in_step
 from tests.cli import ROOT
 from tests.nullcuda.conftest import Device, found
@@ -71,7 +71,7 @@ def predicted(config: TransformerConfig, row: dict[str, Any]) -> dict[str, int]:
     precision = PrecisionConfig(**row["precision"])
     dims = plan_dims(section, "", World(0, 0, world, min(world, 8)))
     numbers = precision.resolve(precision.named or "bf16")
-    shape = Shape(config, section, numbers, dims, config.max_seq_len)
+    shape = ModelSetup(config, section, numbers, dims, config.max_seq_len)
     return dict(sent_in_step(Step(shape, 1, 1)))
 
 
@@ -125,7 +125,7 @@ def test_a_step_of_8b_sends_keeps_and_multiplies_what_estimate_says(
     numbers = flags.resolve(flags.named or "bf16")
     dims = plan_dims(section, "", World(0, 0, world, min(world, 8)))
     part = "recomputed" if recompute != "none" else "block"
-    shape = Shape(EIGHT, section, numbers, dims, length)
+    shape = ModelSetup(EIGHT, section, numbers, dims, length)
     kept = EIGHT.num_layers * cost(shape, part, rows).kept
     assert row["kept"] == pytest.approx(kept, rel=0.02)
     if (

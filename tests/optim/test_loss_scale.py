@@ -26,7 +26,7 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.run.health import NonFiniteGuard
 from fms_fsdp.state import StepResult, TrainState
-from fms_fsdp.train import TrainStep, train_step
+from fms_fsdp.train import StepSettings, train_step
 from tests.cli import TINY, metrics, run, trained
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import mesh_of
@@ -126,11 +126,13 @@ def state_of(
 
 def make(state: TrainState, mesh: Mesh = ALONE, grad_clip: float = 1.0) -> StepResult:
     """One step of two micro-steps."""
-    recipe = TrainStep(
+    settings = StepSettings(
         mesh, CPU, lambda step, tokens, base: 1e-2, 2, grad_clip, document_mask=False
     )
     tokens = (torch.arange(4 * 16) ** 2 % 119).view(4, 16)
-    return train_step(recipe, state, Batch(tokens, tokens.roll(-1, 1), None, None), PhaseTimer(CPU))
+    return train_step(
+        settings, state, Batch(tokens, tokens.roll(-1, 1), None, None), PhaseTimer(CPU)
+    )
 
 
 def numbers(state: TrainState) -> list[torch.Tensor]:

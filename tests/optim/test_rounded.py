@@ -290,7 +290,7 @@ def sums(strategy: str, sync: bool, gradients: str) -> str:
     that is rounded to bf16 once (collective)."""
     parallel = ParallelConfig(sharding_strategy=strategy, sync_each_micro_step=sync)
     mesh = mesh_of(parallel)
-    world, rank = mesh.size("dp"), mesh.place("dp")
+    world, rank = mesh.size("dp"), mesh.axis_rank("dp")
     precision = Precision("bf16", weights="bf16", gradients=gradients, state="bf16")
     cpu = torch.device("cpu")
     model = parallelize(config(False), parallel, mesh, device=cpu, precision=precision, seed=5)

@@ -15,7 +15,7 @@ from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.stochastic_rounding import RoundedWeights
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step, minimum_memory
-from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.meter import ModelSetup
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, SHAPE, Case, compare, mesh_of
 
@@ -97,7 +97,8 @@ def test_memory_of_rounded_copy_is_predicted() -> None:
     assert sum(bits.nbytes for bits in lower) == 2 * sum(p.numel() for p in model.parameters())
     dims = ParallelDims("fsdp", 1, 4)
     shapes = (
-        Shape(SHAPE, ParallelConfig(), each, dims, SHAPE.max_seq_len) for each in (CHANCE, BF16)
+        ModelSetup(SHAPE, ParallelConfig(), each, dims, SHAPE.max_seq_len)
+        for each in (CHANCE, BF16)
     )
     with_copy, without = (minimum_memory(Step(shape, 1, 1)).state for shape in shapes)
     assert with_copy - without == pytest.approx(2 * num_params(SHAPE) / 4, abs=1)

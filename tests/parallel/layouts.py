@@ -31,7 +31,7 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.optim.stochastic_rounding import RoundedWeights
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import TrainState
-from fms_fsdp.train import TrainStep, train_step
+from fms_fsdp.train import StepSettings, train_step
 from tests.distributed.launch import run_ranks
 
 SEQ, VOCAB, ROWS = 16, 131, 8
@@ -100,7 +100,7 @@ def train_case(case: Case, *, alone: bool = False) -> Trained:
     optim = OptimConfig(**case.optim)
     optimizers = build_optimizers(optim, model, case.precision, 5)
     rows = ROWS // mesh.size("dp")
-    recipe = TrainStep(
+    settings = StepSettings(
         mesh,
         CPU,
         lambda step, tokens, base: 1e-3,
@@ -117,9 +117,9 @@ def train_case(case: Case, *, alone: bool = False) -> Trained:
         state.rounding = RoundedWeights(model, 5).rounded
     losses, norms = [], []
     for step in range(case.steps):
-        first = mesh.place("dp") * rows
+        first = mesh.axis_rank("dp") * rows
         batch = Batch(*(column[first : first + rows] for column in rows_of(step, config)))
-        result = train_step(recipe, state, batch, PhaseTimer(CPU))
+        result = train_step(settings, state, batch, PhaseTimer(CPU))
         state.count(ROWS, ROWS * SEQ)
         interval = IntervalMetrics(mesh, CPU)
         interval.add(result)

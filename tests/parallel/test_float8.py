@@ -140,7 +140,7 @@ def losses(nproc: int, precision: Precision) -> list[float]:
     """Of 20 steps on 4 rows, the same for any number of ranks."""
     section = ParallelConfig(sharding_strategy="fsdp" if nproc > 1 else "none")
     mesh = mesh_of(section)
-    rank = mesh.place("dp")
+    rank = mesh.axis_rank("dp")
     model = parallelize(CONFIG, section, mesh, device=CPU, precision=precision, seed=1)
     optimizers = build_optimizers(OptimConfig(), model)
     rows = (torch.arange(4 * 33) ** 2 % 119).view(4, 33).chunk(nproc)[rank]

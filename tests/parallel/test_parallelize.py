@@ -92,12 +92,12 @@ def test_checkpointing_fractions_choose_the_last_blocks() -> None:
 
 
 OPS = [
-    ("attention", "every_second_product"),
-    ("attention", "products"),
+    ("attention", "every_second_matmul"),
+    ("attention", "matmuls"),
     ("attention",),
-    ("products",),
+    ("matmuls",),
 ]
-OPS.append(("attention", "attention_products"))
+OPS.append(("attention", "attention_matmuls"))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ OPS.append(("attention", "attention_products"))
         (BF16, dict(fsdp_activation_checkpointing=True)),
         (BF16, dict(recompute="blocks", recompute_segment=5)),
         (FP32, dict(recompute="blocks", recompute_segment=2, selective_checkpointing="1/2")),
-        (FP32, dict(recompute="ops", recompute_ops=("products",))),
+        (FP32, dict(recompute="ops", recompute_ops=("matmuls",))),
         *((BF16, dict(recompute="ops", recompute_ops=kept)) for kept in OPS),
         (replace(BF16, float8="row"), dict(recompute="ops")),
         (replace(BF16, float8="tensor"), dict(recompute="blocks")),
@@ -146,7 +146,7 @@ def test_recomputed_flops_are_those_predicted() -> None:
 
 
 def test_long_sequences_keep_attention_matmuls_only(tmp_path: Path) -> None:
-    usual, long = ("attention", "every_second_product"), ("attention", "attention_products")
+    usual, long = ("attention", "every_second_matmul"), ("attention", "attention_matmuls")
     assert ParallelConfig(recompute="ops").kept_ops(8191) == usual
     assert ParallelConfig(recompute="ops").kept_ops(8192) == long
     assert ParallelConfig(recompute="ops", recompute_ops=usual).kept_ops(8192) == usual

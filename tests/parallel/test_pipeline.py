@@ -33,7 +33,7 @@ from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.state import TrainState
-from fms_fsdp.train import TrainStep, train_step
+from fms_fsdp.train import StepSettings, train_step
 from tests.cli import run, status
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import (
@@ -103,33 +103,33 @@ def test_ranks_share_all_stages() -> None:
 
 def state_and_recipe(
     flags: Mapping[str, Any], documents: bool
-) -> tuple[TrainState, TrainStep, Mesh]:
+) -> tuple[TrainState, StepSettings, Mesh]:
     section = ParallelConfig(**flags)
     mesh = mesh_of(section)
     model = parallelize(SHAPE, section, mesh, device=CPU, precision=FP32, seed=5)
     optimizers, nothing = build_optimizers(OptimConfig(), model), Any
     rows = ROWS // mesh.size("dp") // 2
-    recipe = TrainStep(mesh, CPU, lambda step, tokens, base: 1e-3, rows, 1.0, documents)
-    return TrainState(model, optimizers, nothing, 9), recipe, mesh  # type: ignore[arg-type]
+    settings = StepSettings(mesh, CPU, lambda step, tokens, base: 1e-3, rows, 1.0, documents)
+    return TrainState(model, optimizers, nothing, 9), settings, mesh  # type: ignore[arg-type]
 
 
-def step_of(state: TrainState, recipe: TrainStep, step: int) -> list[float]:
+def step_of(state: TrainState, settings: StepSettings, step: int) -> list[float]:
     """The gradient norm and the number of zeros in the gradient."""
-    rows, zeros = ROWS // recipe.mesh.size("dp"), list[float]()
+    rows, zeros = ROWS // settings.mesh.size("dp"), list[float]()
     parameters = list(state.model.parameters())
     state.optimizers.optimizers[0].register_step_pre_hook(
-        lambda *_: zeros.append(float(count_zero_gradients(parameters, recipe.mesh)))
+        lambda *_: zeros.append(float(count_zero_gradients(parameters, settings.mesh)))
     )
-    first = recipe.mesh.place("dp") * rows
+    first = settings.mesh.axis_rank("dp") * rows
     batch = Batch(*(column[first : first + rows] for column in rows_of(step, SHAPE)))
-    return [float(train_step(recipe, state, batch, PhaseTimer(CPU)).grad_norm), zeros[0]]
+    return [float(train_step(settings, state, batch, PhaseTimer(CPU)).grad_norm), zeros[0]]
 
 
 def passes_between_steps(
     flags: Mapping[str, Any], documents: bool
 ) -> tuple[list[float], list[Any]]:
     """What training gives, and what evaluations and texts before each step give."""
-    state, recipe, mesh = state_and_recipe(flags, documents)
+    state, settings, mesh = state_and_recipe(flags, documents)
     data, section = (
         DataConfig(use_dummy_dataset=True, seq_length=SEQ),
         EvalConfig(eval_interval=1, eval_steps=5),
@@ -152,7 +152,7 @@ def passes_between_steps(
             model: Any = state.model
             seen.append(list(generate(model, prompts, Sampling(temperature=0.8), max_new_tokens=6)))
         assert state.model.training
-        trained += step_of(state, recipe, step)
+        trained += step_of(state, settings, step)
     return trained, seen
 
 

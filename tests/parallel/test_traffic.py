@@ -19,10 +19,10 @@ from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step
-from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.meter import ModelSetup
 from fms_fsdp.predict.speed import rank_cost, sent, sent_by, sent_summary
 from fms_fsdp.state import TrainState
-from fms_fsdp.train import TrainStep, train_step
+from fms_fsdp.train import StepSettings, train_step
 from tests.cli import ROOT
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import CPU, ROWS, SHAPE, Case, mesh_of, rows_of
@@ -61,18 +61,20 @@ def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
     model = parallelize(config, section, mesh, device=CPU, precision=case.precision, seed=5)
     rows = ROWS // mesh.size("dp")
     batch = BatchPlan(rows // case.accum, case.accum, mesh.size("dp"))
-    recipe = TrainStep(mesh, CPU, lambda step, tokens, base: 1e-3, batch.batch_size, 1.0, False)
+    settings = StepSettings(
+        mesh, CPU, lambda step, tokens, base: 1e-3, batch.batch_size, 1.0, False
+    )
     nothing: Any = None
     state = TrainState(model, build_optimizers(OptimConfig(), model), nothing, 2)
-    first = mesh.place("dp") * rows
+    first = mesh.axis_rank("dp") * rows
     columns = Batch(
         *(column[first : first + rows].repeat(1, SEQ // 16) for column in rows_of(0, config))
     )
-    train_step(recipe, state, columns, PhaseTimer(CPU))
+    train_step(settings, state, columns, PhaseTimer(CPU))
     with Sent(mesh) as counted:
-        train_step(recipe, state, columns, PhaseTimer(CPU))
-    shape = Shape(config, section, case.precision, mesh.dims, SEQ, False, "cpu")
-    step, place = Step(shape, batch.batch_size, case.accum), mesh.place("pp")
+        train_step(settings, state, columns, PhaseTimer(CPU))
+    shape = ModelSetup(config, section, case.precision, mesh.dims, SEQ, False, "cpu")
+    step, place = Step(shape, batch.batch_size, case.accum), mesh.axis_rank("pp")
     predicted = sent_by(step, place, rank_cost(shape, place, step.micro_batch))
     return counted.sent, dict(predicted)
 
@@ -95,10 +97,10 @@ def test_printed_pipeline_bytes_are_the_maximum() -> None:
     """The first stage sends only forward."""
     section, seq = ParallelConfig(tp_size=2, pp_size=8, sharding_strategy="fsdp"), 4096
     dims = plan_dims(section, "70b", World(0, 0, 64, 8))
-    step = Step(Shape(VARIANTS["70b"], section, BF16, dims, seq), 256, 1)
+    step = Step(ModelSetup(VARIANTS["70b"], section, BF16, dims, seq), 256, 1)
     printed = re.search(r"pp ([\d.]+)", sent_summary(sent(step)))
     ranks = (
-        sent_by(step, place, rank_cost(step.shape, place, step.micro_batch))["pp"]
+        sent_by(step, place, rank_cost(step.setup, place, step.micro_batch))["pp"]
         for place in range(dims.pp)
     )
     assert printed is not None and float(printed[1]) == pytest.approx(max(ranks) / 2**30, rel=0.01)

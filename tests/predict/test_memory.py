@@ -16,7 +16,7 @@ from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.plan import recomputations
 from fms_fsdp.predict.memory import GIB, Step, estimate_memory, minimum_memory
-from fms_fsdp.predict.meter import Shape
+from fms_fsdp.predict.meter import ModelSetup
 from fms_fsdp.run.memory import MemoryBudget
 from tests.specs import budget, resolved
 
@@ -35,7 +35,7 @@ def step(
     section = ParallelConfig(**flags)
     dims = dims or plan_dims(section, "", World(0, 0, devices, min(8, devices)))
     config = VARIANTS[model] if isinstance(model, str) else model
-    return Step(Shape(config, section, precision, dims, 4096), rows, accum)
+    return Step(ModelSetup(config, section, precision, dims, 4096), rows, accum)
 
 
 def without_sequences(step: Step) -> int:
@@ -109,8 +109,8 @@ def test_axes_need_less_than_one_device(flags: dict[str, Any]) -> None:
 def test_recomputation_needs_less_and_less() -> None:
     found = step(rows=4)
     sizes = [
-        estimate_memory(replace(found, shape=replace(found.shape, section=section))).total
-        for section in recomputations(found.shape.section, compiled=True)
+        estimate_memory(replace(found, setup=replace(found.setup, section=section))).total
+        for section in recomputations(found.setup.section, compiled=True)
     ]
     assert sizes[0] > sizes[1] > sizes[-1] == min(sizes)
     more = [estimate_memory(step(rows=rows)).total for rows in (1, 2, 4, 8)]

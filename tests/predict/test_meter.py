@@ -24,7 +24,7 @@ from fms_fsdp.parallel.context import apply_cp
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.parallel.tensor import apply_tp
 from fms_fsdp.predict.memory import held_by
-from fms_fsdp.predict.meter import Shape, cost, units
+from fms_fsdp.predict.meter import ModelSetup, cost, units
 from fms_fsdp.predict.speed import rank_cost
 from tests.distributed.launch import run_ranks
 
@@ -53,8 +53,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "segments": dict(recompute="blocks", recompute_segment=3),
     "ops": dict(recompute="ops"),
     "attention": dict(recompute="ops", recompute_ops=("attention",)),
-    "long": dict(recompute="ops", recompute_ops=("attention", "attention_products")),
-    "products": dict(recompute="ops", recompute_ops=("attention", "products")),
+    "long": dict(recompute="ops", recompute_ops=("attention", "attention_matmuls")),
+    "matmuls": dict(recompute="ops", recompute_ops=("attention", "matmuls")),
 }
 
 
@@ -113,12 +113,12 @@ def held_bytes(model: Llama, x: torch.Tensor) -> int:
 
 def shape_of(
     config: TransformerConfig, precision: Precision, length: int, dims: ParallelDims, **flags: Any
-) -> Shape:
+) -> ModelSetup:
     section = ParallelConfig(**flags)
-    return Shape(config, section, precision, dims, length, compiled=False, device_type="cpu")
+    return ModelSetup(config, section, precision, dims, length, compiled=False, device_type="cpu")
 
 
-def kept_bytes(shape: Shape, rows: int) -> float:
+def kept_bytes(shape: ModelSetup, rows: int) -> float:
     """Returns the bytes that the meter says all blocks keep."""
     held = held_by(shape, 0)
     again = cost(shape, "recomputed", rows).kept if held.recomputed else 0
@@ -130,7 +130,7 @@ def kept_bytes(shape: Shape, rows: int) -> float:
     ("name", "kind", "precision"),
     [
         *(("grouped", kind, BF16) for kind in KINDS),
-        *((name, kind, FP32) for name in SHAPES for kind in ("none", "half", "products")),
+        *((name, kind, FP32) for name in SHAPES for kind in ("none", "half", "matmuls")),
     ],
 )
 def test_eager_blocks_keep_measured_bytes(name: str, kind: str, precision: Precision) -> None:
@@ -202,7 +202,10 @@ def _kept_by_axes() -> dict[str, tuple[int, float]]:
             for key, (reference, size) in results.found.items()
             if key not in skipped and not reference.expired()
         )
-        found[name] = kept, kept_bytes(Shape(SMALL, section, FP32, dims, length, False, "cpu"), 2)
+        found[name] = (
+            kept,
+            kept_bytes(ModelSetup(SMALL, section, FP32, dims, length, False, "cpu"), 2),
+        )
     return found
 
 
@@ -215,7 +218,7 @@ def test_ranks_of_tp_and_cp_keep_measured_bytes() -> None:
 @pytest.mark.parametrize("name", ["7b", "llama3_8b", "llama3.2_1b"])
 def test_parameters_and_flops_are_those_of_the_formulas(name: str) -> None:
     config, length = VARIANTS[name], 4096
-    shape = Shape(config, ParallelConfig(), BF16, ParallelDims("none"), length)
+    shape = ModelSetup(config, ParallelConfig(), BF16, ParallelDims("none"), length)
     sizes, total = units(shape), rank_cost(shape, 0, 1)
     params = sizes["embed"] + config.num_layers * sizes["block"] + sizes["head"]
     assert params == num_params(config)

@@ -121,9 +121,9 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     from fms_fsdp.optim.optimizers import build_optimizers
     from fms_fsdp.parallel.parallelize import parallelize
     from fms_fsdp.predict.memory import Step, estimate_memory
-    from fms_fsdp.predict.meter import Shape
+    from fms_fsdp.predict.meter import ModelSetup
     from fms_fsdp.state import TrainState
-    from fms_fsdp.train import TrainStep, train_step
+    from fms_fsdp.train import StepSettings, train_step
 
     rank, world, cpu = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), torch.device("cpu")
     if world > 1:
@@ -140,12 +140,12 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
         model = parallelize(config, section, mesh, device=cpu, precision=precision, seed=1)
         state = TrainState(model, build_optimizers(OptimConfig(), model, precision), nothing, 3)
         rate: Any = lambda step, tokens, base: 1e-4  # noqa: E731
-        recipe = TrainStep(mesh, cpu, rate, rows, 1.0, False)
+        settings = StepSettings(mesh, cpu, rate, rows, 1.0, False)
         for _ in range(2):
             tokens = torch.randint(config.vocab_size, (rows * accum, length))
             positions = torch.arange(length, dtype=torch.int32).expand(rows * accum, length)
             batch = Batch(tokens, tokens.roll(-1, 1), positions, torch.zeros_like(positions))
-            train_step(recipe, state, batch, PhaseTimer(cpu))
+            train_step(settings, state, batch, PhaseTimer(cpu))
             state.count(1, 1)
 
     config, rows, length = TransformerConfig(**case["config"]), case["rows"], case["length"]
@@ -155,7 +155,9 @@ def train(case: dict[str, Any]) -> tuple[int, int]:
     gc.collect()
     before = resident_bytes("VmRSS")
     steps(config, rows, length, accum)
-    shape = Shape(config, section, precision, mesh.dims, length, compiled=False, device_type="cpu")
+    shape = ModelSetup(
+        config, section, precision, mesh.dims, length, compiled=False, device_type="cpu"
+    )
     need = estimate_memory(Step(shape, rows, accum))
     if world > 1:
         dist.destroy_process_group()

@@ -80,4 +80,4 @@ def test_an_estimate_takes_little_time() -> None:
     estimate_memory(found)
     seconds(found)
     assert time.process_time() - begin < 0.3
-    assert found.shape.precision == BF16
+    assert found.setup.precision == BF16

@@ -219,10 +219,10 @@ import os, sys, time
 sys.path.insert(0, os.getcwd())
 import main_training, fms_fsdp.train as train
 step = train.train_step
-def hang(recipe, state, batch, clock):
+def hang(settings, state, batch, clock):
     if state.step == 3 and os.environ["RANK"] == "1":
         time.sleep(1000)
-    return step(recipe, state, batch, clock)
+    return step(settings, state, batch, clock)
 train.train_step = hang
 os._exit(main_training.main(sys.argv[1:]))
 """

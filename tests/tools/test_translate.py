@@ -441,7 +441,7 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
         (
             "a.sh",
             MEGATRON + "--recompute-granularity selective",
-            {"recompute": "ops", "recompute_ops": ["products"]},
+            {"recompute": "ops", "recompute_ops": ["matmuls"]},
         ),
         ("a.sh", "x.py " + MEGATRON + "--data-path a/b_text_document", {"datasets": ["b"]}),
         ("a.yaml", NXD + "precision: {type: bf16SR}", {"precision": "bf16_pure"}),
