@@ -13,21 +13,17 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import parse_description
 from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.encode import ShardsConfig, ShardSettings, TextReader, make_shards, note
-from fms_fsdp.prepare.inputs import (
-    Document,
+from fms_fsdp.prepare.files import (
     InputFile,
     Slice,
-    TextFormat,
-    check_format,
-    file_format,
     find_files,
     note_splits,
     parse_input,
     plan_slices,
-    read_part,
     skip_other_files,
     unique_files,
 )
+from fms_fsdp.prepare.formats import Document, TextFormat, check_format, file_format, read_part
 from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,

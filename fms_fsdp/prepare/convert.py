@@ -27,16 +27,8 @@ from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import map_or_read
 from fms_fsdp.prepare.encode import Encoded, ShardsConfig, ShardSettings, make_shards
-from fms_fsdp.prepare.inputs import (
-    InputFile,
-    Part,
-    Problem,
-    Slice,
-    find_files,
-    open_arrow,
-    parse_input,
-    unique_files,
-)
+from fms_fsdp.prepare.files import InputFile, Slice, find_files, parse_input, unique_files
+from fms_fsdp.prepare.formats import Part, Problem, open_arrow
 from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,

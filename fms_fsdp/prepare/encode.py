@@ -33,7 +33,8 @@ from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import write_json
-from fms_fsdp.prepare.inputs import Document, Part, Problem, Slice, TextFormat, read_part
+from fms_fsdp.prepare.files import Slice
+from fms_fsdp.prepare.formats import Document, Part, Problem, TextFormat, read_part
 from fms_fsdp.prepare.writer import (
     SPLITS,
     PreparedSource,
@@ -243,10 +244,11 @@ def make_shards(
 
 
 def _check_bad_lines(job: SliceJob, num_bad: int, examples: Sequence[str]) -> None:
-    if num_bad > (limit := job.settings.max_bad_lines):
+    limit = job.settings.max_bad_lines
+    if num_bad > limit:
         raise UserError(
             f"--max_bad_lines={limit} is exceeded in source {job.source}: {'; '.join(examples)}; repair "
-            "the input or raise the limit"
+            "or --exclude the files, or raise the limit"
         )
 
 

@@ -42,7 +42,8 @@ from fms_fsdp.files import (
     write_json,
 )
 from fms_fsdp.hf.chat import save_chat_settings
-from fms_fsdp.prepare.inputs import Document, InputFile, Problem, Slice
+from fms_fsdp.prepare.files import InputFile, Slice
+from fms_fsdp.prepare.formats import Document, Problem
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 

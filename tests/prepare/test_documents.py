@@ -15,15 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fms_fsdp.prepare import inputs as documents
-from fms_fsdp.prepare.inputs import (
-    Document,
-    Problem,
-    TextFormat,
-    find_files,
-    plan_slices,
-    read_part,
-)
+from fms_fsdp.prepare import formats as documents
+from fms_fsdp.prepare.files import find_files, plan_slices
+from fms_fsdp.prepare.formats import Document, Problem, TextFormat, read_part
 
 FORM = TextFormat()
 
@@ -277,12 +271,22 @@ def test_rows_of_arrow_file_are_documents(tmp_path: Path, make: Callable[..., An
         read_all(path)
 
 
-def test_other_json_files_are_text(tmp_path: Path) -> None:
-    contents = ["{}", "[1, 2]", '["text"]', '{"text": "a"}', "[" * 100_000, "", "[]"]
-    contents += ['{"content": "a"}\n{"content": "b"}\n', '[{"content": "a"}]']
-    for number, text in enumerate(contents):
-        (tmp_path / f"{number}.json").write_text(text)
-    found = texts(read_all(tmp_path))
-    assert len(found) == 9 and found.count("text") == 1 and '[{"content": "a"}]' in found
-    by_content = TextFormat(text_key="content")
-    assert texts(read_all(tmp_path / "7.json", form=by_content)) == ["a", "b"]
+def test_first_character_tells_array_from_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    missing = "key 'text' is missing or empty"
+    cases: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
+        '["text"]': (["text"], []),
+        '{"text": "a"}': (["a"], []),
+        "[]": ([], []),
+        "[1, 2]": ([], [(": record 1", "not a JSON object"), (": record 2", "not a JSON object")]),
+        '{\n"text": "a"\n}': ([], [(f":{n}", "not JSON") for n in (1, 2, 3)]),
+        "[" * 100_000: ([], [("", "not JSON")]),
+        '[{"content": "a"}]': ([], [(": record 1", missing)]),
+        '{"content": "a"}\n{"text": "b"}\n': (["b"], [(":1", missing)]),
+    }
+    for body, (found, bad) in cases.items():
+        path.write_text(body)
+        records = read_all(path)
+        assert texts(records) == found, body[:20]
+        named = [Problem(reason, f"{path}{where}", True) for where, reason in bad]
+        assert problems(records) == named, body[:20]

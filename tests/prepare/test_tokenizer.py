@@ -17,7 +17,7 @@ from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.command import train_sentencepiece
-from fms_fsdp.prepare.inputs import open_arrow
+from fms_fsdp.prepare.formats import open_arrow
 from fms_fsdp.tokenizers.tokenizer import (
     ByteTokenizer,
     SentencePieceTokenizer,

@@ -1,0 +1,294 @@
+"""The files of `prepare`'s input, and their slices.
+
+    --input -> parse_input, find_files -> plan_slices -> Slice
+
+A slice is a fixed part of the input and the unit of parallel work. It depends on the files and
+`slice_bytes` only, never on the number of processes. Plain JSON lines are split at line ends, Parquet at
+row groups; compressed and text files stay whole.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from fms_fsdp.config.values import counted
+from fms_fsdp.errors import MissingInput, UserError, note_once
+from fms_fsdp.prepare.formats import (
+    COMPRESSED,
+    Document,
+    Part,
+    TextFormat,
+    file_format,
+    has_known_ending,
+    read_part,
+    reading,
+    suffix_of,
+)
+
+_EXPANSION = {
+    ".gz": 4,
+    ".zst": 4,
+    ".xz": 5,
+    ".bz2": 4,
+    ".parquet": 3,
+}  # bytes of text per byte, roughly
+_RESERVED = ("meta", "validation", "test")
+# the first word of a file or folder with one split of a dataset, as in test-00000-of-00002.parquet
+_SPLIT = re.compile(r"(train|validation|valid|val|dev|eval|test)([-_.]|$)")
+_SHOWN_FILES = 3  # in a note
+_DATASETS_METADATA = {
+    "dataset_info.json",
+    "state.json",
+    "dataset_dict.json",
+}  # of the package datasets
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read; `name` is relative to the folder in which it was found."""
+
+    path: str
+    name: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Consecutive parts of one source, read by one process."""
+
+    index: int
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+def parse_input(text: str) -> dict[str, list[str]]:
+    """Returns source name -> paths. A path without NAME= is named after its folder or file.
+
+    A comma belongs to the path unless NAME= follows it, or the path without NAME= does not exist.
+    """
+    sources, unnamed = dict[str, list[str]](), dict[str, str]()
+    for item in [text] if _exists(text) else re.split(r",(?=[^,=/]*=)", text):
+        given, equals, rest = item.partition("=")
+        is_named = bool(equals) and "/" not in given and not _exists(item.split("/")[0])
+        for path in [rest] if is_named else [item] if _exists(item) else item.split(","):
+            if not path or (is_named and not given):
+                raise UserError(
+                    f"--input={text} must have the form [NAME=]PATH[,[NAME=]PATH…]; write e.g. "
+                    "data/web,code=src"
+                )
+            name = given if is_named else _name_of(path)
+            if first := unnamed.get(name):
+                raise UserError(
+                    f"--input={first} is not the only source named {name}; write NAME={first}"
+                )
+            if not is_named:
+                unnamed[name] = path
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in _RESERVED:
+                rule = f"letters, digits, _ . - and not {', '.join(_RESERVED)}"
+                raise UserError(f"--input={path}: a source name must be {rule}; write NAME=PATH")
+            sources.setdefault(name, []).append(path)
+    return sources
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(os.path.expanduser(path))
+
+
+def _name_of(path: str) -> str:
+    """Returns the last folder or file of a path before wildcards, without endings."""
+    folder, pattern = _split_pattern(path)
+    full = os.path.abspath(folder if glob.has_magic(pattern.split("/")[0]) else path)
+    last = os.path.basename(full)
+    return re.sub("[^A-Za-z0-9_.-]+", "_", last.partition(".")[0] if os.path.isfile(full) else last)
+
+
+def _split_pattern(path: str) -> tuple[str, str]:
+    """Returns the leading part that exists, whose brackets are no pattern, and the rest."""
+    path = os.path.expanduser(path)
+    folder = path
+    while folder and not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return folder, path[len(folder) :].lstrip("/")
+
+
+def find_files(
+    path: str, include: Sequence[str] = (), exclude: Sequence[str] = (), output: Path | None = None
+) -> list[InputFile]:
+    """Returns the files of a file, folder or glob (`**` too), in byte order of their relative names.
+
+    Skips hidden files and folders, `__pycache__` and the output, and follows links. Patterns match relative
+    names. A file with several names counts once, by a name with a known ending if there is one: a
+    cache of the Hugging Face Hub stores nameless files, and links with names to them.
+
+    Raises:
+        FileNotFoundError: there is nothing to read.
+        UserError: the output is the input folder itself.
+    """
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    path = os.path.expanduser(path)
+    found, root = [path], path if os.path.isdir(path) else os.path.dirname(path)
+    folder, pattern = _split_pattern(path)
+    if pattern:
+        root, found = folder, glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
+        if not glob.has_magic(pattern.split("/")[0]) or not os.path.isdir(root or "."):
+            raise MissingInput(
+                f"--input={path} does not exist; give a file, a folder or a quoted glob"
+            )
+    own = os.path.realpath(output) if output else "\0"
+    if own == os.path.realpath(root or ".") and not os.path.isfile(path):
+        raise UserError(
+            f"--output={output} must not be the folder of --input={path}; choose another folder"
+        )
+    by_path: dict[str, str] = {}  # real path -> relative name
+    for file in (file for each in found for file in _walk(each)):
+        name, real = os.path.relpath(file, root or "."), os.path.realpath(file)
+        is_hidden = found != [path] and any(map(_is_hidden, name.split("/")))
+        if is_hidden or real.startswith(f"{own}/"):
+            continue
+        if matches(name, include or ["*"]) and not matches(name, exclude):
+            by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
+    names = sorted(by_path.values(), key=os.fsencode)
+    if any(name.endswith(".arrow") for name in names):
+        names = [name for name in names if os.path.basename(name) not in _DATASETS_METADATA]
+    if not names:
+        rule = "contains no files to read; check the folder, --include and --exclude"
+        raise MissingInput(f"--input={path} {rule}")
+    stats = [(os.path.join(root, name), name, os.stat(os.path.join(root, name))) for name in names]
+    return [InputFile(full, name, stat.st_size, stat.st_mtime_ns) for full, name, stat in stats]
+
+
+def unique_files(files: Iterable[InputFile]) -> tuple[InputFile, ...]:
+    """Returns each file once: a later name of it counts only if it alone has a known ending."""
+    by_path: dict[str, InputFile] = {}
+    for file in files:
+        real = os.path.realpath(file.path)
+        known = by_path.setdefault(real, file)
+        if has_known_ending(file.name) and not has_known_ending(known.name):
+            by_path[real] = file
+    return tuple(by_path.values())
+
+
+def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) -> list[InputFile]:
+    """Returns the files of a folder without those that accompany its records; notes their names.
+
+    A file without a known ending is text in a folder of text. With JSON lines, Parquet and the like
+    it is a README, a checksum or the backup of a shard. A file that was named itself is never skipped.
+    """
+    if os.path.isfile(os.path.expanduser(path)):
+        return list(files)
+    kept = [file for file in files if has_known_ending(file.name)]
+    skipped = [file for file in files if not has_known_ending(file.name)]
+    if not skipped or not any(_has_records(file, form) for file in kept):
+        return list(files)
+    names = ", ".join(file.name for file in skipped[:_SHOWN_FILES])
+    more = ", …" if len(skipped) > _SHOWN_FILES else ""
+    note_once(
+        f"--input={path}: skipped {counted(len(skipped), 'file')} without a known ending, because "
+        f"the folder has records: {names}{more}; --include='*' reads all files"
+    )
+    return kept
+
+
+def note_splits(source: str, files: Iterable[InputFile]) -> None:
+    """Notes that a source has a split for training and others: all of them become training data."""
+    splits = set[str]()
+    for file in files:
+        if file_format(file.path) == "text":  # code has files such as test_x.py
+            continue
+        for part in file.name.lower().split("/"):
+            match = _SPLIT.match(part)
+            if match is not None:
+                splits.add(match[1])
+    if "train" in splits and len(splits) > 1:
+        note_once(
+            f"source {source} consists of several splits, {', '.join(sorted(splits))}, and all "
+            "become training data; select one with --include, e.g. '*train*'"
+        )
+
+
+def _has_records(file: InputFile, form: TextFormat) -> bool:
+    """Returns whether a file contains records. A .json file of settings among source code has none."""
+    if file_format(file.path) != "json":
+        return file_format(file.path) != "text"
+    first = next(read_part(Part(file.path, 0, file.size, file.size, limit=1), form), None)
+    return isinstance(first, Document)
+
+
+def _rank_of_name(name: str) -> tuple[bool, bool, str]:
+    """Returns the sort key of the names of one file: a known ending first, then any ending."""
+    return not has_known_ending(name), not suffix_of(name), name
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _walk(path: str) -> Iterator[str]:
+    """Yields the files below a folder, each folder once; a file yields itself."""
+    if os.path.isfile(path):
+        yield path
+    seen = {os.path.realpath(path)}
+    for folder, subfolders, files in os.walk(path, followlinks=True):
+        kept = []
+        for sub in sorted(subfolders):
+            real = os.path.realpath(os.path.join(folder, sub))
+            if not _is_hidden(sub) and real not in seen:
+                seen.add(real)
+                kept.append(sub)
+        subfolders[:] = kept
+        for name in files:
+            if not name.startswith(".") and os.path.isfile(file := os.path.join(folder, name)):
+                yield file
+
+
+def plan_slices(
+    files: Sequence[InputFile], slice_bytes: int, form: TextFormat, limit_docs: int | None = None
+) -> list[Slice]:
+    """Splits and groups the files into slices of about `slice_bytes` of text, in their order.
+
+    `limit_docs` keeps that many records from the start; they are counted by reading them.
+    """
+    slices, parts = list[Slice](), list[Part]()
+    weight, left = 0, limit_docs
+    for part in (part for file in files for part in _split(file, slice_bytes)):
+        if left is not None:
+            part = replace(part, limit=left)
+            left -= sum(1 for _ in read_part(part, form))
+        if parts and weight + part.num_bytes > slice_bytes:
+            slices.append(Slice(len(slices), tuple(parts)))
+            parts, weight = [], 0
+        parts.append(part)
+        weight += part.num_bytes
+        if left == 0:
+            break
+    return [*slices, Slice(len(slices), tuple(parts))]
+
+
+def _split(file: InputFile, slice_bytes: int) -> Iterator[Part]:
+    size = file.size * _EXPANSION.get(suffix_of(file.path), 1)
+    num_parts, end = -(-size // slice_bytes) or 1, max(1, size)
+    if file_format(file.path) == "parquet":
+        with reading(file.path), open(file.path, "rb") as stream:
+            end = pq.ParquetFile(stream).metadata.num_row_groups
+    elif file_format(file.path) != "jsonl" or suffix_of(file.path) in COMPRESSED:
+        num_parts = 1
+    else:
+        end = size
+    for start, stop in pairwise(sorted({end * i // num_parts for i in range(num_parts + 1)})):
+        yield Part(file.path, start, stop, size * (stop - start) // end)
