@@ -22,6 +22,7 @@ from typing import cast
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.batch import last_step, plan_batch
+from fms_fsdp.data.inspection import end_of_epochs
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import plan_dims
@@ -258,7 +259,7 @@ def plan_length(cfg: TrainConfig, batch: BatchPlan, vocab_size: int, found: Foun
         # The stream knows the order of the sequences; it reads no file for this question.
         stream, _ = open_stream(cfg, batch, vocab_size, found.corpus, found.resume)
         with closing(cast(TokenStream, stream)) as tokens:
-            return tokens.end_of_epochs(*epochs, start.step)
+            return end_of_epochs(tokens, *epochs, start.step)
     return last_step(
         cfg.training,
         batch,

@@ -27,7 +27,7 @@ from fms_fsdp.config.values import counted, did_you_mean
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import CONVERT, Files, Shard, ShardError, TokenError
-from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.storage import open_storage
 from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.files import has_control_character, safe_name, shown_name
 
@@ -115,7 +115,7 @@ def open_corpus(
     Raises:
         UserError: a source or a shard is missing, not valid, or contradicts another one.
     """
-    storage = storage or Storage(section.data_path)
+    storage = storage or open_storage(section.data_path)
     paths, may_miss = sorted(storage.sizes), section.on_missing == "mask"
     names = _source_names(section, storage, paths)
     counts = _read_counts(storage, paths)

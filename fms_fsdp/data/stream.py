@@ -24,6 +24,7 @@ from fms_fsdp.config import DataConfig
 from fms_fsdp.config.formats import parse_skips
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, sequences_of_rank
 from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard
+from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit_logical_shards
 from fms_fsdp.data.permute import ORDER_VERSION
@@ -144,6 +145,11 @@ class TokenStream:
         self._ahead: deque[Future[Batch]] = deque()
         self.begin_after(0)
 
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources that the flags name."""
+        return tuple(self._wanted.quotas)
+
     def open_sources(self, corpus: Corpus) -> None:
         """Makes sources readable; `inspect` also opens those that the flags no longer name."""
         section = self.section
@@ -232,19 +238,6 @@ class TokenStream:
         key = order.document_key(epoch, window)
         return self.reader(name).window(*order.ranges(epoch, window), key, bestfit_to)
 
-    def documents_of(self, address: Address) -> list[tuple[int, int, int, int]]:
-        """Returns (shard, document, start, stop) of the segments of a sequence, in order; `start`
-        and `stop` are tokens of the document."""
-        window = self.segments(address.source, address.epoch, address.window)
-        begin = address.position * self.section.seq_length
-        found, stop = [], begin + self.section.seq_length
-        for part in window[(window["end"] > begin) & (window["end"] - window["length"] < stop)]:
-            shift = int(part["start"] + part["length"] - part["end"])  # from window to document
-            first = max(begin + shift, int(part["start"]))
-            last = min(stop, int(part["end"])) + shift
-            found.append((int(part["shard"]), int(part["document"]), first, last))
-        return found
-
     def documents(self, step: int, limit: int = 8) -> list[str]:
         """Returns file, document and token range of the first segments of the global batch; [] for
         synthetic tokens."""
@@ -253,7 +246,7 @@ class TokenStream:
             for address in () if self.section.use_dummy_dataset else self.order.addresses(step):
                 paths = self.reader(address.source).source.paths
                 try:
-                    for shard, document, start, stop in self.documents_of(address):
+                    for shard, document, start, stop in segments_of(self, address):
                         found.append(f"{paths[shard]} document {document} [{start}, {stop})")
                 except (ShardError, ReadFailed):  # hidden by --on_missing=mask; a line of a log
                     found.append(f"{address.source} sequence {address.n} (cannot be read)")
@@ -275,44 +268,11 @@ class TokenStream:
             found[name] = {"epoch": epochs, "tokens": sequences[name] * self.section.seq_length}
         return found
 
-    def end_of_epochs(self, source: str, epochs: float, step: int) -> int:
-        """Returns the first step >= `step` by whose end a source (all together if "") has supplied
-        `epochs` epochs.
-
-        Raises:
-            UserError: there is no such source.
-        """
-        names = sorted(self._wanted.quotas)
-        if source not in ("", *names):
-            raise UserError(
-                f"--num_epochs={source}:{epochs:g} must name a source; use {', '.join(names)}"
-            )
-        return self._first_beyond([source] if source else names, epochs, step - 1, less=1)
-
-    def sources_without_labels(self) -> list[tuple[str, float]]:
-        """Returns the sources of which fewer than a hundredth of the tokens in four sequences are
-        labels, with that fraction: because of loss masks, or of shards that are masked."""
-        found, size = [], self.section.seq_length
-        out = Columns(*(column[0].numpy() for column in empty_batch(1, size)))
-        for name in self._wanted.quotas:
-            try:
-                is_suspect = self.reader(name).shard(0).has_masks
-            except ShardError:
-                is_suspect = True
-            if not is_suspect:
-                continue
-            total, labels = self.order.sources[name].num_sequences, 0
-            numbers = sorted({(2 * i + 1) * total // 8 for i in range(4)})
-            for n in numbers:
-                try:
-                    self.read(self.order.address(name, n), out)
-                    labels += int(np.count_nonzero(out.labels != IGNORED_LABEL))
-                except ShardError as error:
-                    if self.section.on_missing != "mask" or isinstance(error, TokenError):
-                        raise
-            if (fraction := labels / (len(numbers) * size)) < 0.01:
-                found.append((name, fraction))
-        return found
+    def first_beyond(self, names: list[str], epochs: float, step: int, less: int = 0) -> int:
+        """Returns the first step after `step` by whose end sources have together supplied more
+        sequences than `epochs` epochs have, minus `less`."""
+        total = sum(round(epochs * self.order.sources[name].num_sequences) for name in names)
+        return self.order.history.first_step_beyond(names, total - less, step)
 
     @property
     def num_masked_rows(self) -> int:
@@ -389,16 +349,10 @@ class TokenStream:
         self.order, self.step = Order(orders, history), step
         self.last_step, self._exhausted = None, ""
         if (limit := section.max_epochs) is not None:
-            ends = [(self._first_beyond([name], limit, step), name) for name in quotas]
+            ends = [(self.first_beyond([name], limit, step), name) for name in quotas]
             beyond, self._exhausted = min(ends)
             self.last_step = beyond - 1
         return changes
-
-    def _first_beyond(self, names: list[str], epochs: float, step: int, less: int = 0) -> int:
-        """Returns the first step after `step` by whose end sources have together supplied more
-        sequences than `epochs` epochs have, minus `less`."""
-        total = sum(round(epochs * self.order.sources[name].num_sequences) for name in names)
-        return self.order.history.first_step_beyond(names, total - less, step)
 
     def _check_sources(self, known: Mapping[str, list[Any]], last: Mapping[str, int]) -> None:
         """Raises UserError if a source of the checkpoint has changed or is missing."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from fms_fsdp.data.corpus import SUFFIX
 from fms_fsdp.data.shards import Files
-from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.storage import open_storage
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.files import safe_name, shown_name
 from fms_fsdp.tokenizers.tokenizer import (
@@ -71,7 +71,7 @@ def find_tokenizer(root: str) -> Tokenizer | None:
         OSError, ReadFailed: the storage does not give its files.
     """
     try:
-        files = Storage(root)
+        files = open_storage(root)
     except MissingInput:
         return None
     data = _read_if_there(files, "meta/tokenizer.json")
@@ -105,7 +105,7 @@ def read_kept_file(root: str, path: str) -> bytes | None:
         UserError, OSError, ReadFailed: it cannot be read.
     """
     try:
-        return _read_if_there(Storage(root), path)
+        return _read_if_there(open_storage(root), path)
     except MissingInput:
         return None
 
@@ -186,7 +186,7 @@ def shards_bos_id(root: str, tokenizer: Tokenizer) -> int | None:
         UserError, OSError, ReadFailed: a shard is corrupt, or cannot be read.
     """
     try:
-        storage = Storage(root)
+        storage = open_storage(root)
         shards = (p for p in storage.sizes if p.endswith(SUFFIX) and not p.startswith("meta/"))
         first, has_bos = set[int](), set[str]()
         for path in islice(shards, 4):

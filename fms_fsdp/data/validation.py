@@ -20,7 +20,7 @@ from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch
 from fms_fsdp.data.corpus import Corpus, ShortSource, open_corpus
 from fms_fsdp.data.permute import I64
-from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.storage import open_storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.data.tokenizer import UnusableTokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.errors import UserError
@@ -152,7 +152,7 @@ def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
 
 
 def _has_files(data_path: str, folder: str) -> bool:
-    paths = Storage(data_path).sizes if data_path else ()
+    paths = open_storage(data_path).sizes if data_path else ()
     return any(path.startswith(f"{folder}/") for path in paths)
 
 

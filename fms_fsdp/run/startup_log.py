@@ -12,6 +12,7 @@ from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan, PrecisionConfig
 from fms_fsdp.config.values import counted, plain
 from fms_fsdp.data.corpus import Corpus
+from fms_fsdp.data.inspection import sources_without_labels
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.data.tokenizer import unk_warnings
@@ -339,7 +340,7 @@ def warn_of_missing_labels(stream: Stream) -> None:
     if not isinstance(stream, TokenStream):
         return
     with suppress(ShardError):  # the stream names the shard when it reaches it
-        for name, fraction in stream.sources_without_labels():
+        for name, fraction in sources_without_labels(stream):
             log.warning(
                 "source %s: %.1f %% of its tokens are labels, and a step without labels changes "
                 "nothing; check its loss masks (--loss_on) and hidden shards (--on_missing)",

@@ -22,6 +22,7 @@ import numpy as np
 from fms_fsdp.config import DataConfig, flag
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, fingerprint
 from fms_fsdp.data.corpus import Corpus, Source, check_shard, open_corpus
+from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.order import Address
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import CONVERT, Shard, ShardError
@@ -176,7 +177,7 @@ def describe_sequence(
         "position": address.position,
     }
     try:
-        found = stream.documents_of(address)
+        found = segments_of(stream, address)
     except ShardError as error:
         if stream.section.on_missing != "mask":
             raise

@@ -12,6 +12,7 @@ import pytest
 from fms_fsdp.config import BatchPlan, TrainConfig, TrainingConfig, plan_batch
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.inspection import end_of_epochs
 from tests.data.corpora import Files, write_corpus
 
 
@@ -131,10 +132,10 @@ def test_num_epochs_become_a_step(files: Files) -> None:
                     ends.setdefault("c", step)
                 if sum(taken.values()) >= sum(total.values()):
                     ends.setdefault("", step)
-            assert ends["c"] == stream.end_of_epochs("c", 2.0, 0)
-            assert ends[""] == stream.end_of_epochs("", 1.0, 0)
+            assert ends["c"] == end_of_epochs(stream, "c", 2.0, 0)
+            assert ends[""] == end_of_epochs(stream, "", 1.0, 0)
             with pytest.raises(ValueError, match="--num_epochs=b:1 must name a source; use a, c"):
-                stream.end_of_epochs("b", 1.0, 0)
+                end_of_epochs(stream, "b", 1.0, 0)
 
 
 def test_num_epochs_are_parsed() -> None:

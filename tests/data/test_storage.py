@@ -18,9 +18,10 @@ import torch
 from pyarrow import fs
 
 from fms_fsdp.checkpoint.folders import checkpoint_steps
-from fms_fsdp.data import storage
+from fms_fsdp.data import object_store, storage
 from fms_fsdp.data.corpus import open_corpus
-from fms_fsdp.data.storage import PAGE, Storage, max_open_files
+from fms_fsdp.data.object_store import PAGE, ObjectStore
+from fms_fsdp.data.storage import Storage, max_open_files, open_storage
 from fms_fsdp.errors import ReadFailed
 from tests.cases import cases
 from tests.data.corpora import Files, write_corpus
@@ -115,7 +116,7 @@ def test_dead_endpoint_is_rejected_within_seconds() -> None:
         port = server.getsockname()[1]
     start, match = time.monotonic(), "^--data_path=s3://corpus/lists cannot be listed: .*; check"
     with pytest.raises(OSError, match=match) as caught:
-        Storage(s3_uri("corpus/lists", port))
+        open_storage(s3_uri("corpus/lists", port))
     assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
 
 
@@ -127,7 +128,7 @@ def test_missing_bucket_folder_and_file_are_named(local: dict[str, Files], s3_po
             open_corpus(local["lists"].section(data_path=s3_uri(path, s3_port)))
         assert "\n" not in str(caught.value)
     with pytest.raises(FileNotFoundError, match=r"not in s3://corpus/lists"):
-        Storage(s3_uri("corpus/lists", s3_port))._open("web/shard-00009.arrow")
+        open_storage(s3_uri("corpus/lists", s3_port))._open("web/shard-00009.arrow")
 
 
 class Flaky:
@@ -156,8 +157,8 @@ class Flaky:
 @pytest.fixture
 def open_flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[Flaky], Storage]:
     def opened(store: Flaky) -> Storage:
-        monkeypatch.setattr(storage, "_open_filesystem", lambda *_: (store, "top"))
-        return Storage("s3://key:secret@top/x?region=r")
+        monkeypatch.setattr(ObjectStore, "_open_filesystem", lambda _: (store, "top"))
+        return open_storage("s3://key:secret@top/x?region=r")
 
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     return opened
@@ -166,7 +167,7 @@ def open_flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[Flaky], Storage]:
 def test_reads_are_exact_and_the_cache_is_bounded(
     open_flaky: Callable[[Flaky], Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "CACHE_BYTES", 16 * PAGE)
+    monkeypatch.setattr(object_store, "CACHE_BYTES", 16 * PAGE)
     store, rng = Flaky(100 * PAGE + 77), np.random.default_rng(1)
     files = open_flaky(store)
     assert list(files.sizes) == ["a/b"] and files.root == "s3://top/x"  # no secret
@@ -202,7 +203,7 @@ def test_failed_reads_are_retried_and_named(
     store = Flaky(PAGE, [OSError("reset\nby peer")] * 9)
     with pytest.raises(ReadFailed, match="^s3://top/x/a/b cannot be read: reset by peer; the file"):
         open_flaky(store).read("a/b", 10, 0)
-    assert store.num_reads == storage.NUM_TRIES
+    assert store.num_reads == object_store.NUM_TRIES
     for error in (FileNotFoundError("gone"), OSError("AWS Error ACCESS_DENIED during GetObject")):
         store = Flaky(PAGE, [error])
         with pytest.raises(type(error), match=str(error)):
@@ -216,7 +217,7 @@ def test_stale_handle_is_opened_again(
     """One failed read of a local shard ended the run as bad input. No disk that fails can be mounted in
     CI, so the call answers as its: a handle that is stale stays stale."""
     (tmp_path / "shard").write_bytes(b"tokens")
-    files, pread, open_regular = Storage(str(tmp_path)), os.pread, storage.open_regular
+    files, pread, open_regular = open_storage(str(tmp_path)), os.pread, storage.open_regular
     num_opened = 0
     code = errno.ESTALE
     waits: list[float] = []
@@ -259,7 +260,7 @@ def test_failing_folder_is_not_a_missing_one(
     monkeypatch.setattr(os, "stat", failing)
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     with pytest.raises(ReadFailed, match="cannot be read: Input/output error"):
-        Storage(str(tmp_path))
+        open_storage(str(tmp_path))
     with pytest.raises(OSError, match="Input/output error"):
         checkpoint_steps(tmp_path)
 
@@ -274,7 +275,7 @@ def test_failing_folder_is_not_a_missing_one(
 def test_wrong_uri_is_rejected(uri: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
     with pytest.raises((ValueError, OSError), match=f"^--data_path=.*{text}") as caught:
-        Storage(uri)
+        open_storage(uri)
     assert "\n" not in str(caught.value)
 
 
@@ -283,7 +284,7 @@ def test_open_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(storage, "max_open_files", lambda: 4)
     for i in range(20):
         (tmp_path / f"{i}").write_bytes(bytes([i] * 8))
-    files = Storage(str(tmp_path))
+    files = open_storage(str(tmp_path))
     for i in [*range(20), 3, 17]:
         assert files.read(f"{i}", 4, 2) == bytes([i] * 4)
         assert files._open.cache_info().currsize <= 4

@@ -14,6 +14,7 @@ import torch
 
 from fms_fsdp.data import order as order_module
 from fms_fsdp.data.batch import Batch, fingerprint
+from fms_fsdp.data.inspection import end_of_epochs, segments_of
 from fms_fsdp.data.order import SourceOrder, fit_logical_shards
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.errors import ReadFailed, read_failed
@@ -40,7 +41,7 @@ def check_step(files: Files, s: TokenStream, step: int, used: Used | None = None
     for row, address in enumerate(s.order.addresses(step)):
         documents = files.documents[address.source]
         tokens, labels, positions, ids = (tensor[row].numpy() for tensor in batch)
-        at, pieces = 0, s.documents_of(address)
+        at, pieces = 0, segments_of(s, address)
         assert sum(stop - start for *_, start, stop in pieces) == len(tokens)
         for number, (shard, document, start, stop) in enumerate(pieces):
             text, length = documents[shard][document], stop - start
@@ -183,7 +184,7 @@ def test_max_epochs_ends_at_a_known_step(files: Files) -> None:
     run(s, s.last_step)
     with pytest.raises(ValueError, match=r"--max_epochs=2 ends with step \d+ for source tiny"):
         s.next_batch()
-    end = s.end_of_epochs("tiny", 1, 1)
+    end = end_of_epochs(s, "tiny", 1, 1)
     assert s.consumption(end)["tiny"]["epoch"] >= 1 > s.consumption(end - 1)["tiny"]["epoch"]
 
 
@@ -229,7 +230,7 @@ def test_bestfit_splits_few_documents(tmp_path: Path) -> None:
             stop - start < length
             for step in range(1, 6)
             for address in s.order.addresses(step)
-            for shard, document, start, stop in s.documents_of(address)
+            for shard, document, start, stop in segments_of(s, address)
             if (length := len(files.documents["web"][shard][document])) <= 256
         ]
         fraction[packing] = sum(is_split) / len(is_split)
@@ -277,7 +278,7 @@ def test_masked_prompts_are_not_labels(tmp_path: Path) -> None:
             assert same(x, z) and torch.equal(x.tokens_BS, y.tokens_BS)
             for row, address in enumerate(a.order.addresses(step)):
                 expected, at = x.labels_BS[row].tolist(), 0
-                pieces = a.documents_of(address)
+                pieces = segments_of(a, address)
                 for i, (_, d, start, stop) in enumerate(pieces):
                     for t in range(start, stop):
                         n = len(plain[d])

@@ -13,7 +13,7 @@ import pytest
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.storage import open_storage
 from fms_fsdp.data.tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.command import train_sentencepiece
@@ -196,7 +196,7 @@ def test_unknown_tokens_are_reported_per_source(
     assert warning in told and told.count("are <unk>") == 1 and f"{fraction:.3%}" in told
     assert main(["inspect", "verify", f"--data_path={out}"]) == 0
     assert warning in capsys.readouterr().out
-    assert unk_warnings(Storage(str(out)), ["latin", "other"]) == []
+    assert unk_warnings(open_storage(str(out)), ["latin", "other"]) == []
 
 
 def test_full_temporary_folder_hides_no_tokenizer(
@@ -228,7 +228,7 @@ def test_malformed_summary_is_ignored(tmp_path: Path) -> None:
     for content in (None, "", "[]", '{"x": 1}', '{"x": {"unk_fraction": "a"}}', "{}"):
         if content is not None:
             (tmp_path / "meta" / "summary.json").write_text(content)
-        assert unk_warnings(Storage(str(tmp_path)), ["x"]) == []
+        assert unk_warnings(open_storage(str(tmp_path)), ["x"]) == []
 
 
 def test_unk_id_of_tokenizer_json(tmp_path: Path) -> None:

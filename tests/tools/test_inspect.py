@@ -21,6 +21,7 @@ from fms_fsdp.config import (
     as_dict,
 )
 from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.resume import choose_checkpoint
@@ -86,7 +87,7 @@ def test_every_step_has_its_fingerprint(run: tuple[Path, list[int]]) -> None:
         assert found == [f"{value:016x}" for value in prints]
         addresses = [a for step in range(1, 21) for a in data.stream.order.addresses(step)]
         assert {address.source for address in addresses} == {"a", "b"}  # b is dropped since
-        assert all(data.stream.documents_of(address) for address in addresses)
+        assert all(segments_of(data.stream, address) for address in addresses)
 
 
 def test_inspect_takes_the_checkpoint_of_training(

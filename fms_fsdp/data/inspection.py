@@ -1,0 +1,71 @@
+"""Questions about a stream that `inspect`, the plan of a run and its log ask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch
+from fms_fsdp.data.order import Address
+from fms_fsdp.data.sequences import Columns
+from fms_fsdp.data.shards import ShardError, TokenError
+from fms_fsdp.errors import UserError
+
+if TYPE_CHECKING:
+    from fms_fsdp.data.stream import TokenStream
+
+
+def segments_of(stream: TokenStream, address: Address) -> list[tuple[int, int, int, int]]:
+    """Returns (shard, document, start, stop) of the segments of a sequence, in order; `start`
+    and `stop` are tokens of the document."""
+    window = stream.segments(address.source, address.epoch, address.window)
+    begin = address.position * stream.section.seq_length
+    found, stop = [], begin + stream.section.seq_length
+    for part in window[(window["end"] > begin) & (window["end"] - window["length"] < stop)]:
+        shift = int(part["start"] + part["length"] - part["end"])  # from window to document
+        first = max(begin + shift, int(part["start"]))
+        last = min(stop, int(part["end"])) + shift
+        found.append((int(part["shard"]), int(part["document"]), first, last))
+    return found
+
+
+def end_of_epochs(stream: TokenStream, source: str, epochs: float, step: int) -> int:
+    """Returns the first step >= `step` by whose end a source (all together if "") has supplied
+    `epochs` epochs.
+
+    Raises:
+        UserError: there is no such source.
+    """
+    names = sorted(stream.source_names)
+    if source not in ("", *names):
+        raise UserError(
+            f"--num_epochs={source}:{epochs:g} must name a source; use {', '.join(names)}"
+        )
+    return stream.first_beyond([source] if source else names, epochs, step - 1, less=1)
+
+
+def sources_without_labels(stream: TokenStream) -> list[tuple[str, float]]:
+    """Returns the sources of which fewer than a hundredth of the tokens in four sequences are
+    labels, with that fraction: because of loss masks, or of shards that are masked."""
+    found, size = [], stream.section.seq_length
+    out = Columns(*(column[0].numpy() for column in empty_batch(1, size)))
+    for name in stream.source_names:
+        try:
+            is_suspect = stream.reader(name).shard(0).has_masks
+        except ShardError:
+            is_suspect = True
+        if not is_suspect:
+            continue
+        total, labels = stream.order.sources[name].num_sequences, 0
+        numbers = sorted({(2 * i + 1) * total // 8 for i in range(4)})
+        for n in numbers:
+            try:
+                stream.read(stream.order.address(name, n), out)
+                labels += int(np.count_nonzero(out.labels != IGNORED_LABEL))
+            except ShardError as error:
+                if stream.section.on_missing != "mask" or isinstance(error, TokenError):
+                    raise
+        if (fraction := labels / (len(numbers) * size)) < 0.01:
+            found.append((name, fraction))
+    return found

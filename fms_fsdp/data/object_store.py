@@ -1,0 +1,170 @@
+"""Files in an object store (s3, gs, az), read in pages that a temporary file caches.
+
+    read(path, size, offset) ──> pages of 256 KiB: from the cache, else fetched by 16 threads
+    prefetch(path, ranges)   ──> the same pages, without waiting
+
+Invariant: the bytes read depend on the stored bytes only. The cache of a store is one unlinked
+temporary file.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+from fms_fsdp.data.storage import LocalFile, Storage, logger
+from fms_fsdp.errors import StorageError, UserError, read_failed
+
+SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours -> pyarrow's
+PAGE = 1 << 18
+CACHE_BYTES = 16 << 30
+NUM_TRIES = 8
+
+
+class ObjectStore(Storage):
+    """The files below an address such as s3://BUCKET/FOLDER."""
+
+    is_remote = True
+
+    def __init__(self, data_path: str, sizes: dict[str, int] | None = None) -> None:
+        super().__init__(data_path, sizes)
+        self._pages = PageCache(self._fetch)
+
+    def read(self, path: str, size: int, offset: int) -> bytes:
+        """Returns `size` bytes at `offset`, fewer at the end of the file.
+
+        Raises:
+            ReadFailed: the store does not answer.
+            OSError: the file cannot be read.
+        """
+        stop = min(offset + size, self.sizes[path])
+        numbers = range(offset // PAGE, -(-stop // PAGE))
+        data = b"".join(self._pages.get([(path, number) for number in numbers]))
+        first = offset % PAGE
+        return data[first : first + stop - offset]
+
+    def prefetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Starts to fetch the byte ranges [start, stop), which will be read soon."""
+        numbers = {n for a, b in ranges for n in range(a // PAGE, -(-b // PAGE))}
+        self._pages.start([(path, number) for number in sorted(numbers)])
+
+    def real_paths(self, paths: Iterable[str]) -> dict[str, str]:
+        """Returns the paths: a store has no symbolic links, except below file://."""
+        if urlsplit(self.data_path).scheme == "file":
+            return super().real_paths(paths)
+        return {path: path for path in paths}
+
+    def _open_filesystem(self) -> tuple[Any, str]:
+        from pyarrow import fs
+
+        address = self.data_path
+        scheme = urlsplit(address).scheme
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{name}://" for name in SCHEMES)
+            raise UserError(
+                f"--data_path={address} must be a folder or begin with one of {known}; correct the "
+                "path"
+            )
+        if scheme != "file" and not urlsplit(address).netloc:
+            raise UserError(
+                f"--data_path={scheme}:// must name a bucket; write {scheme}://BUCKET/FOLDER"
+            )
+        if scheme == "gs" and "retry_limit_seconds" not in address:
+            # Otherwise it waits for minutes.
+            address += ("&" if "?" in address else "?") + "retry_limit_seconds=3"
+        filesystem, folder = fs.FileSystem.from_uri(SCHEMES[scheme] + address[len(scheme) :])
+        return filesystem, folder.rstrip("/")
+
+    def _open_listed(self, path: str) -> Any:
+        return self._filesystem.open_input_file(path)
+
+    def _fetch(self, path: str, number: int) -> bytes:
+        """Reads a page from the store, and retries with exponential backoff."""
+        wanted = min(PAGE, self.sizes[path] - number * PAGE)
+        name = f"{self.root}/{path}"
+        for attempt in range(NUM_TRIES):
+            try:
+                data: bytes = self._open(path).read_at(wanted, number * PAGE)
+                if len(data) == wanted:
+                    return data
+                # The object is shorter than its listing said: not a storage that does not answer.
+                reason = f"received {len(data)} of {wanted} bytes at {number * PAGE}"
+                error: Exception = StorageError(f"{name}: {reason}")
+            except (FileNotFoundError, PermissionError):
+                raise
+            except OSError as caught:
+                if "ACCESS_DENIED" in str(caught):
+                    raise
+                error = read_failed(name, caught)
+                reason = " ".join(str(caught).split())
+            logger.warning("try %d of %d failed: %s: %s", attempt + 1, NUM_TRIES, name, reason)
+            if attempt + 1 < NUM_TRIES:
+                time.sleep(0.25 * 2**attempt * random.uniform(0.5, 1.5))
+        raise error
+
+
+Page = tuple[str, int]  # path, number in the file
+
+
+class PageCache:
+    """Pages of remote files in a temporary file, removed with the process; the least recently used
+    page is replaced."""
+
+    def __init__(self, fetch: Callable[[str, int], bytes]) -> None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = shutil.disk_usage(tempfile.gettempdir()).free // (4 * ranks)
+        self.num_pages = max(16, min(CACHE_BYTES, free) // PAGE)
+        self.num_fetched = 0
+        self._fetch = fetch
+        with tempfile.TemporaryFile(buffering=0) as file:
+            self._file = LocalFile(os.dup(file.fileno()))
+        self._slots: OrderedDict[Page, int] = OrderedDict()
+        self._coming: dict[Page, Future[bytes]] = {}
+        self._lock, self._pool = threading.Lock(), ThreadPoolExecutor(16, "storage")
+
+    def start(self, pages: Iterable[Page]) -> dict[Page, Future[bytes]]:
+        """Starts to fetch the pages that are not cached; returns their futures."""
+        with self._lock:
+            absent = [page for page in pages if page not in self._slots]
+            for page in absent:
+                if page not in self._coming:
+                    self._coming[page] = self._pool.submit(self._load, page)
+            return {page: self._coming[page] for page in absent}
+
+    def get(self, pages: list[Page]) -> Iterable[bytes]:
+        """Yields the pages in order."""
+        coming = self.start(pages)
+        for page in pages:
+            yield coming[page].result() if page in coming else self._cached(page)
+
+    def _cached(self, page: Page) -> bytes:
+        with self._lock:
+            slot = self._slots.get(page)
+            if slot is not None:
+                self._slots.move_to_end(page)
+                return os.pread(self._file.descriptor, PAGE, slot * PAGE)
+        return next(iter(self.get([page])))  # replaced in the meantime
+
+    def _load(self, page: Page) -> bytes:
+        try:
+            data = self._fetch(*page)
+            with self._lock:
+                slot = len(self._slots)
+                if slot >= self.num_pages:
+                    _, slot = self._slots.popitem(last=False)
+                os.pwrite(self._file.descriptor, data, slot * PAGE)
+                self._slots[page] = slot
+                self.num_fetched += 1
+            return data
+        finally:
+            with self._lock:
+                self._coming.pop(page, None)
