@@ -164,7 +164,6 @@ def plan_launch(
     Raises:
         UserError: the launch is rejected.
     """
-    from fms_fsdp.data.validation import close_held_out, open_held_out
     from fms_fsdp.distributed import runtime
     from fms_fsdp.plan import plan_here, resolve
     from fms_fsdp.run import setup, startup_log
@@ -218,8 +217,12 @@ def plan_launch(
     )
     at_end.callback(stream.close)
     setup.check_length(run, stream)
-    held_out = open_held_out(cfg.eval, found.held_out, run.batch.global_batch_size)
-    at_end.callback(close_held_out, held_out)
+    held_out: tuple[HeldOut, ...] = ()
+    if found.held_out:
+        from fms_fsdp.data.validation import close_held_out, open_held_out
+
+        held_out = open_held_out(cfg.eval, found.held_out, run.batch.global_batch_size)
+        at_end.callback(close_held_out, held_out)
     phases.done("data")
     return Launch(
         parsed=parsed,
@@ -380,7 +383,6 @@ def wire(
     """Returns the components that the loop calls; `closing` closes them (collective)."""
     from fms_fsdp.checkpoint.manager import CheckpointManager
     from fms_fsdp.distributed.runtime import sum_over_ranks
-    from fms_fsdp.evaluate import Evaluator
     from fms_fsdp.metrics.interval import describe_data
     from fms_fsdp.metrics.logger import MetricLogger
     from fms_fsdp.metrics.profiling import StepProfiler
@@ -417,18 +419,24 @@ def wire(
         describe=partial(describe_data, launch.stream, mesh),
         loss_scale=state.loss_scale,
     )
-    evaluator = Evaluator(
-        run,
-        state.model,
-        launch.held_out,
-        metrics,
-        device=launch.device,
-        mesh=mesh,
-        mark=timer.mark,
-        keep_alive=watchdog.alive,
-        is_stopped=is_stopped,
-        every_tokens=tokens_between_evaluations(cfg, launch.found.corpus),
-    )
+    evaluator = None
+    if launch.held_out:
+        from fms_fsdp.evaluate import Evaluator
+
+        evaluator = Evaluator(
+            run,
+            state.model,
+            launch.held_out,
+            metrics,
+            device=launch.device,
+            mesh=mesh,
+            mark=timer.mark,
+            keep_alive=watchdog.alive,
+            is_stopped=is_stopped,
+            every_tokens=tokens_between_evaluations(cfg, launch.found.corpus),
+        )
+    else:
+        state.evaluation_pending = False  # of a launch that evaluated
     exporter = None
     interval = cfg.checkpoint.export_interval
     if interval:

@@ -27,7 +27,6 @@ from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import ReadFailed, RunFailed, UserError, checking_input, raise_first
-from fms_fsdp.evaluate import Evaluator
 from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.metrics.profiling import StepProfiler
 from fms_fsdp.metrics.timer import PhaseTimer
@@ -39,6 +38,7 @@ from fms_fsdp.run.stop import StopControl
 from fms_fsdp.state import StepResult, TrainState
 
 if TYPE_CHECKING:
+    from fms_fsdp.evaluate import Evaluator
     from fms_fsdp.hf.exporter import Exporter
     from fms_fsdp.samples import Sampler
 
@@ -81,7 +81,7 @@ class Observers:
     metrics: MetricLogger
     status: RunStatus
     profiler: StepProfiler
-    evaluator: Evaluator
+    evaluator: Evaluator | None
     sampler: Sampler | None
     checkpoints: CheckpointManager
     exporter: Exporter | None
@@ -89,7 +89,8 @@ class Observers:
     def evaluate(self, state: TrainState) -> None:
         """Evaluates and samples what is due after a step; a stop that is requested ends both."""
         try:
-            self.evaluator.run_if_due(state)
+            if self.evaluator is not None:
+                self.evaluator.run_if_due(state)
         except ReadFailed as error:  # on every rank
             state.read_error = error
             self.stop.end_for_reads(state)
@@ -116,7 +117,8 @@ def train(
         if observers.exporter is not None:
             observers.exporter.run_if_due(state)
     elif not state.stop_reason:
-        observers.evaluator.run_if_due(state)
+        if observers.evaluator is not None:
+            observers.evaluator.run_if_due(state)
         observers.checkpoints.add_evaluation(state)
     if settings.gc_interval:  # a rank that collects lets all others wait: collect on the same steps
         gc.collect()
@@ -145,7 +147,8 @@ def train(
         timer.mark("hooks")
         if state.is_done:
             # The save comes first: a kill during the evaluation of the last step loses no step.
-            state.evaluation_pending = observers.evaluator.is_due(state)
+            evaluator = observers.evaluator
+            state.evaluation_pending = evaluator is not None and evaluator.is_due(state)
         else:
             observers.evaluate(state)
         timer.mark("hooks")

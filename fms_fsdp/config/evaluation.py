@@ -55,3 +55,8 @@ class EvalConfig:
     def is_on(self) -> bool:
         """Whether the run validates during training."""
         return bool(self.eval_interval or self.eval_epochs or self.eval_at_start)
+
+    @property
+    def reads_held_out(self) -> bool:
+        """Whether the run evaluates anything, during training or after its last step."""
+        return self.is_on or self.eval_test or bool(self.test_data_path)

@@ -1,4 +1,4 @@
-"""Devices: data sheets from tables in TOML, and the memory that a device of this machine offers."""
+"""Devices: data sheets from tables in TOML."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fms_fsdp.config.values import must_be_one_of
 from fms_fsdp.errors import UserError
@@ -128,42 +126,3 @@ def known_device(gpu: str, memory_bytes: int) -> Device | None:
         if device.name.split("_")[0] in words and ("pcie" in words) == ("pcie" in device.name)
     ]
     return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
-
-
-def available_memory(device: torch.device, local_world_size: int) -> int:
-    """Returns the bytes that a rank may use: of a GPU, except other programs' memory; of a CPU, this
-    rank's fraction of the free memory of the machine and its control group."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    limits = [limit for limit in (_free_memory(), _cgroup_limit()) if limit is not None]
-    return min(limits, default=2**62) // local_world_size
-
-
-def _free_memory() -> int | None:
-    words = _text("/proc/meminfo").partition("MemAvailable:")[2].split()
-    return int(words[0]) * 1024 if words else None
-
-
-def _cgroup_limit() -> int | None:
-    """Returns the smallest memory limit of this process's control group and its parents, version 1
-    or 2; None if there is none."""
-    limits = []
-    for line in ["0::/", "0:memory:/", *_text("/proc/self/cgroup").splitlines()]:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        is_v2 = controllers == ""
-        root, name = ("", "memory.max") if is_v2 else ("memory", "memory.limit_in_bytes")
-        folder = Path(path.lstrip("/"))
-        for parent in (folder, *folder.parents):
-            text = _text(Path("/sys/fs/cgroup", root, parent, name)).strip()
-            if text.isdigit():
-                limits.append(int(text))
-    return min(limits, default=None)
-
-
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,6 @@ from fms_fsdp.distributed.runtime import World, min_over_ranks, versions
 from fms_fsdp.errors import is_installed
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.precision import cpu_has_bf16
-from fms_fsdp.predict.devices import available_memory, find_device
 from fms_fsdp.state import working_folder
 
 TRACKER_PACKAGES = ("wandb",)  # trackers with the package's name
@@ -86,6 +86,8 @@ class Machine:
         Raises:
             UserError: there is no such device.
         """
+        from fms_fsdp.predict.devices import find_device
+
         device = find_device(name, hardware)
         return Machine.of_gpus(device.memory_bytes, num_devices, devices_per_node)
 
@@ -107,3 +109,42 @@ class Machine:
     def compiles(self, section: ParallelConfig) -> bool:
         """Returns whether blocks are compiled."""
         return compiles(section, torch.device(self.device_type), self.missing_for_compilation)
+
+
+def available_memory(device: torch.device, local_world_size: int) -> int:
+    """Returns the bytes that a rank may use: of a GPU, except other programs' memory; of a CPU, this
+    rank's fraction of the free memory of the machine and its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    limits = [limit for limit in (_free_memory(), _cgroup_limit()) if limit is not None]
+    return min(limits, default=2**62) // local_world_size
+
+
+def _free_memory() -> int | None:
+    words = _text("/proc/meminfo").partition("MemAvailable:")[2].split()
+    return int(words[0]) * 1024 if words else None
+
+
+def _cgroup_limit() -> int | None:
+    """Returns the smallest memory limit of this process's control group and its parents, version 1
+    or 2; None if there is none."""
+    limits = []
+    for line in ["0::/", "0:memory:/", *_text("/proc/self/cgroup").splitlines()]:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        is_v2 = controllers == ""
+        root, name = ("", "memory.max") if is_v2 else ("memory", "memory.limit_in_bytes")
+        folder = Path(path.lstrip("/"))
+        for parent in (folder, *folder.parents):
+            text = _text(Path("/sys/fs/cgroup", root, parent, name)).strip()
+            if text.isdigit():
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -12,7 +12,6 @@ import torch
 from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.data.corpus import Corpus, open_corpus
 from fms_fsdp.data.stream import Stream, build_stream
-from fms_fsdp.data.validation import HeldOutListing, scan_held_out
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import run_on_rank0
 from fms_fsdp.errors import UserError, checking_input
@@ -23,6 +22,7 @@ from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.state import RunConfig, TrainState
 
 if TYPE_CHECKING:
+    from fms_fsdp.data.validation import HeldOutListing
     from fms_fsdp.distill import Teacher
     from fms_fsdp.samples import Prompts
 
@@ -65,10 +65,13 @@ def find_inputs(
     Raises:
         UserError: an input is missing, or does not fit the model.
     """
-    held_out = run_on_rank0(
-        partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
-    )
+    held_out: tuple[HeldOutListing, ...] = ()
     prompts = teacher = None
+    if cfg.eval.reads_held_out:
+        from fms_fsdp.data.validation import scan_held_out
+
+        scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
+        held_out = run_on_rank0(scan)
     if cfg.eval.sample_interval:
         from fms_fsdp.samples import read_prompts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,18 +17,18 @@ from fms_fsdp.data.inspection import sources_without_labels
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.data.tokenizer import unk_warnings
-from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import log, log_for_files
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.schedules import DECAY_TO_END
-from fms_fsdp.predict.devices import available_memory, known_device
 from fms_fsdp.predict.memory import GIB, checkpoint_bytes
-from fms_fsdp.predict.speed import sent, sent_summary, step_time
-from fms_fsdp.run.machine import Machine
+from fms_fsdp.run.machine import Machine, available_memory
 from fms_fsdp.run.memory import MemoryBudget, PredictionFailed, predicting
 from fms_fsdp.run.resume import ResumePoint, learning_rate_jump, list_changes
 from fms_fsdp.state import RunConfig, TrainMetadata
+
+if TYPE_CHECKING:
+    from fms_fsdp.data.validation import HeldOut
 
 _MOST_COUNTED = 10_000  # saves
 
@@ -74,6 +75,10 @@ def describe_memory(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
     """Yields the memory of a rank, and the bytes that it sends in a step."""
     try:
         yield budget.need(run).summary
+        if run.world_size == 1:
+            return
+        from fms_fsdp.predict.speed import sent, sent_summary
+
         with predicting():
             yield sent_summary(sent(budget.step(run)))
     except PredictionFailed as error:
@@ -190,6 +195,9 @@ def _predict(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
     yield f"memory: about {total:.3g} GiB per rank, {available:.3g} available"
     if device_type != "cuda":
         return
+    from fms_fsdp.predict.devices import known_device
+    from fms_fsdp.predict.speed import step_time
+
     known = known_device(machine.device_name, machine.total_memory)
     if known is None:
         yield f"speed: unknown for {machine.device_name}"

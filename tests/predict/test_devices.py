@@ -1,18 +1,15 @@
-"""Devices: the shipped table, a table of one's own, every error, and the memory of this machine."""
+"""Devices: the shipped table, a table of one's own, and every error."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from fms_fsdp.errors import UserError
 from fms_fsdp.metrics.hardware import PEAK_BF16_FLOPS
-from fms_fsdp.predict import devices
-from fms_fsdp.predict.devices import available_memory, find_device, known_device
+from fms_fsdp.predict.devices import find_device, known_device
 
-CPU = torch.device("cpu")
 OWN = """
 [mine]
 memory_gib = 24
@@ -125,38 +122,3 @@ def test_a_gpu_is_known_by_the_name_of_its_driver_and_its_memory(
 ) -> None:
     device = known_device(name, int(gib * 2**30))
     assert (device.name if device else None) == found
-
-
-@pytest.mark.parametrize(
-    "files, limit",
-    [
-        (
-            {
-                "/proc/self/cgroup": "0::/a/b\n",
-                "/sys/fs/cgroup/a/memory.max": "500\n",
-                "/sys/fs/cgroup/a/b/memory.max": "max\n",
-            },
-            500,
-        ),
-        (
-            {
-                "/proc/self/cgroup": "5:cpu:/x\n4:memory:/x\n",
-                "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "700\n",
-            },
-            700,
-        ),
-        ({"/sys/fs/cgroup/memory.max": "300\n"}, 300),
-        ({}, None),
-    ],
-)
-def test_control_group_limits_of_both_versions(
-    files: dict[str, str], limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "_text", lambda path: files.get(str(path), ""))
-    assert devices._cgroup_limit() == limit
-
-
-def test_this_machines_memory_is_shared_among_its_ranks() -> None:
-    whole = available_memory(CPU, 1)
-    assert 2**28 < whole < 2**46
-    assert available_memory(CPU, 4) == pytest.approx(whole / 4, rel=0.2)
