@@ -8,6 +8,8 @@ import gc
 import os
 from pathlib import Path
 
+from fms_fsdp.errors import env_int
+
 
 def before_torch() -> None:
     """Applies the settings that must precede the import of torch.
@@ -36,8 +38,9 @@ def set_thread_waiting() -> None:
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    threads = positive_number("OMP_NUM_THREADS", cores)
-    if positive_number("LOCAL_WORLD_SIZE", 1) * threads > cores:
+    threads = env_int("OMP_NUM_THREADS", 0) or cores
+    ranks = env_int("LOCAL_WORLD_SIZE", 0) or 1
+    if ranks * threads > cores:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     elif "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -53,12 +56,6 @@ def let_gpu_memory_grow() -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys():
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
-
-def positive_number(name: str, default: int) -> int:
-    """Returns a positive number of the environment, or the default if it is none."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() and 0 < len(text) < 7 and int(text) else default
 
 
 def keep_freed_memory() -> bool:

@@ -181,11 +181,16 @@ def printing() -> Iterator[None]:
 
 def env_rank() -> int:
     """Returns the rank of torchrun's variables; 0 if they are incomplete, so that the process reports it."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    is_number = rank.isdecimal() and size.isdecimal() and max(len(rank), len(size)) < 7
-    if not is_number or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return 0
-    return int(rank) if int(rank) < int(size) else 0
+    rank = env_int("RANK", 0)
+    is_complete = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return rank if is_complete and rank < env_int("WORLD_SIZE", 0) else 0
+
+
+def env_int(name: str, default: int) -> int:
+    """Returns the number in an environment variable, the default if it has none; World.from_env
+    rejects other texts."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 7 else default
 
 
 def print_and_end(text: str) -> NoReturn:

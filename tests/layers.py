@@ -16,8 +16,8 @@ PACKAGE = "fms_fsdp"
 ENTRY = "main_training.py"
 # Packages of one entry do not import one another.
 LAYERS = [
-    ["compiler", "errors", "console", "cpu_tuning"],
-    ["files"],
+    ["errors"],
+    ["compiler", "console", "cpu_tuning", "files"],
     ["config"],
     ["launch"],
     ["distributed"],

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fms_fsdp.data.storage import LocalFile, Storage, logger
-from fms_fsdp.errors import StorageError, UserError, read_failed
+from fms_fsdp.errors import StorageError, UserError, env_int, read_failed
 
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours -> pyarrow's
 PAGE = 1 << 18
@@ -120,7 +120,7 @@ class PageCache:
     page is replaced."""
 
     def __init__(self, fetch: Callable[[str, int], bytes]) -> None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = env_int("LOCAL_WORLD_SIZE", 0) or 1
         free = shutil.disk_usage(tempfile.gettempdir()).free // (4 * ranks)
         self.num_pages = max(16, min(CACHE_BYTES, free) // PAGE)
         self.num_fetched = 0

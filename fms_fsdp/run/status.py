@@ -21,6 +21,7 @@ from typing import NoReturn
 from fms_fsdp.errors import (
     RunFailed,
     UserError,
+    env_int,
     env_rank,
     is_for_user,
     is_storage_failure,
@@ -32,12 +33,6 @@ from fms_fsdp.run.agent import agent_pid, await_rank0, release_ranks
 RUNNING, FINISHED, RESUME_ME = "running", "finished", "resume_me"
 BAD_INPUT, FAILED = "bad_input", "failed"
 EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
-
-
-def env_int(name: str, default: int) -> int:
-    """Returns a number that torchrun sets; World.from_env rejects other texts."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() and len(text) < 7 else default
 
 
 class RunStatus:
