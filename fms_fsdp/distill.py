@@ -144,7 +144,6 @@ def distill(model: Llama, teacher: Llama, weight: float, temperature: float) -> 
     assert model.head is not None and teacher.head is not None
     outputs: list[Pair] = []  # of the teacher in this pass: the input of its head, and the weight
     plain: Callable[..., Losses] = model.head.loss
-    is_compiled = getattr(plain, "keywords", {}).get("compiled", False)
 
     def run_teacher(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if module.training:
@@ -158,7 +157,7 @@ def distill(model: Llama, teacher: Llama, weight: float, temperature: float) -> 
             theirs_BSD, head_VD = outputs.pop()
             theirs_BSD.masked_fill_((labels_BS == IGNORED_LABEL).unsqueeze(-1), 0)
             softmax = DistillingSoftmax(
-                theirs_BSD.flatten(0, 1), head_VD, weight, temperature, is_compiled
+                theirs_BSD.flatten(0, 1), head_VD, weight, temperature, more["compiled"]
             )
             more["softmax"] = softmax
         losses = plain(h_BSD, weight_VD, labels_BS, **more)

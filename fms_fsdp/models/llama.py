@@ -156,7 +156,9 @@ class Head(nn.Linear):
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
         self.vocab_size, self.z_loss = config.vocab_size, config.z_loss
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.project, self.loss = F.linear, linear_cross_entropy
+        self.project = F.linear
+        self.loss = linear_cross_entropy
+        self.compiles_loss = False  # whether the softmax is one compiled kernel
         if config.tie_embeddings:
             self.register_parameter("weight", None)
 
@@ -173,7 +175,14 @@ class Head(nn.Linear):
         if labels_BS is None:
             return self.project(x_BSD, weight_VD.to(x_BSD.dtype))
         z_loss = self.z_loss if self.training else 0.0
-        return self.loss(x_BSD, weight_VD, labels_BS, z_loss=z_loss, scale=loss_scale)
+        return self.loss(
+            x_BSD,
+            weight_VD,
+            labels_BS,
+            z_loss=z_loss,
+            scale=loss_scale,
+            compiled=self.compiles_loss,
+        )
 
 
 def run_blocks(x_BSD: torch.Tensor, calls: Iterable[Call]) -> torch.Tensor:
