@@ -25,15 +25,14 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.checkpoint.trained import checkpoint_tokenizer, require_checkpoint
 from fms_fsdp.config import NUM_BYTES, Precision, TrainConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
-from fms_fsdp.hf.tokenizer import hf_used_tokenizer
-from fms_fsdp.hf.weights import is_hf_checkpoint, load_weights, open_checkpoint
+from fms_fsdp.hf.trained import open_trained
+from fms_fsdp.hf.weights import load_weights
 from fms_fsdp.models.attention import compiled
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
@@ -86,14 +85,10 @@ def find_teacher(cfg: TrainConfig, model: TransformerConfig, corpus: Corpus | No
     Raises:
         UserError: there is none, it does not fit the model, or its tokenizer is not the data's.
     """
-    path, checkpoint = cfg.training.teacher_path, None
-    folder = Path(path).expanduser()
-    if is_hf_checkpoint(folder):
-        shape = open_checkpoint(folder, _FLAG).config
-        used = hf_used_tokenizer(folder, f"{_FLAG}={path}")
-    else:
-        checkpoint = require_checkpoint(path, None, _FLAG)
-        shape, used = checkpoint.metadata.run.model, checkpoint_tokenizer(checkpoint)
+    path = cfg.training.teacher_path
+    trained = open_trained(path, None, _FLAG)
+    shape = trained.model
+    used = trained.used_tokenizer(f"{_FLAG}={path}")
     length = shape.max_seq_len if shape.pos_emb == "learned" else model.max_seq_len
     if shape.vocab_size != model.vocab_size:
         raise UserError(
@@ -111,7 +106,8 @@ def find_teacher(cfg: TrainConfig, model: TransformerConfig, corpus: Corpus | No
             f"remove {_FLAG if model.model_builder else 'it, or choose another teacher'}"
         )
     check_tokenizer(cfg, corpus, used, "choose a teacher of the tokenizer of the data")
-    return Teacher(path, replace(shape, max_seq_len=length, attn_impl=model.attn_impl), checkpoint)
+    shape = replace(shape, max_seq_len=length, attn_impl=model.attn_impl)
+    return Teacher(path, shape, trained.checkpoint)
 
 
 def attach_teacher(

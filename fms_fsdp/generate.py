@@ -26,6 +26,7 @@ from fms_fsdp.checkpoint.trained import checkpoint_data, recorded_tokenizer, req
 from fms_fsdp.data.tokenizer import shards_bos_id
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.tokenizer import find_hf_tokenizer, hf_text_rules
+from fms_fsdp.hf.trained import check_no_step
 from fms_fsdp.hf.weights import fill, is_hf_checkpoint, open_checkpoint
 from fms_fsdp.models.attention import KVCache
 from fms_fsdp.models.build import build_model
@@ -51,10 +52,7 @@ def load(
     """
     folder = Path(path).expanduser()
     if is_hf_checkpoint(folder):
-        if step is not None:
-            raise UserError(
-                f"--step={step} is not supported with a Hugging Face checkpoint; remove it"
-            )
+        check_no_step(step)
         weights, tokenizer = open_checkpoint(folder, name), find_hf_tokenizer(folder)
         rules = hf_text_rules(folder, tokenizer)
         model = _allocate(weights.config, device)

@@ -23,6 +23,7 @@ from fms_fsdp.checkpoint.trained import require_checkpoint
 from fms_fsdp.config import flag
 from fms_fsdp.console import rewrite_line, table
 from fms_fsdp.errors import UserError
+from fms_fsdp.hf.trained import check_no_step
 from fms_fsdp.hf.weights import is_hf_checkpoint, open_checkpoint, weight_map
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.state import TrainMetadata
@@ -145,11 +146,11 @@ def inspect(config: CkptInspectConfig) -> None:
 
     folder = Path(config.path).expanduser()
     if is_hf_checkpoint(folder):
-        for name in ("step", "optimizer"):
-            if value := getattr(config, name):
-                raise UserError(
-                    f"--{name}={value} is not supported with a Hugging Face checkpoint; remove it"
-                )
+        check_no_step(config.step)
+        if config.optimizer:
+            raise UserError(
+                "--optimizer=True is not supported with a Hugging Face checkpoint; remove it"
+            )
         weights = open_checkpoint(folder, "--path")
         names, head = list(weight_map(weights.config)), {"checkpoint": str(folder), "step": None}
         stats = tensor_stats(names, weights.read)

@@ -22,7 +22,7 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.checkpoint.trained import checkpoint_tokenizer, require_checkpoint
+from fms_fsdp.checkpoint.trained import require_checkpoint
 from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, TrainConfig, flag
 from fms_fsdp.config.flag import only_one
 from fms_fsdp.config.values import joined
@@ -43,12 +43,11 @@ from fms_fsdp.evaluate import evaluate
 from fms_fsdp.generate import TextModel, encode_texts, read_lines
 from fms_fsdp.hf.export import ExportConfig
 from fms_fsdp.hf.export import main as export
-from fms_fsdp.hf.tokenizer import hf_used_tokenizer
-from fms_fsdp.hf.weights import is_hf_checkpoint, load_weights, open_checkpoint
+from fms_fsdp.hf.trained import Trained, open_trained, trained
+from fms_fsdp.hf.weights import load_weights
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.tokenizers.tokenizer import UsedTokenizer
 from fms_fsdp.tools.generate import load_with_tokenizer
 
 _HELD_OUT_FLAGS = ("data_path", "eval_data_path", "eval_datasets", "eval_steps", "eval_test")
@@ -108,16 +107,28 @@ class EvaluateConfig:
 
 @dataclass(frozen=True)
 class _Subject:
-    """The model to evaluate: of a checkpoint, or of a Hugging Face checkpoint (`checkpoint` None)."""
+    """The model to evaluate, and the settings of its run.
 
-    path: Path
-    model: TransformerConfig
+    eval_batch    sequences of a batch of --eval_steps
+    """
+
+    trained: Trained
     precision: Precision
-    config: TrainConfig  # flags of the run
+    config: TrainConfig
     batch_size: int
-    eval_batch: int  # sequences of a batch of --eval_steps
-    tokenizer: UsedTokenizer
-    checkpoint: Checkpoint | None
+    eval_batch: int
+
+    @property
+    def path(self) -> Path:
+        return self.trained.folder
+
+    @property
+    def model(self) -> TransformerConfig:
+        return self.trained.model
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        return self.trained.checkpoint
 
     @property
     def title(self) -> str:
@@ -156,37 +167,30 @@ def main(config: EvaluateConfig) -> None:
 
 
 def _find_subject(config: EvaluateConfig) -> _Subject:
-    folder = Path(config.path).expanduser()
-    if not is_hf_checkpoint(folder):
-        return _subject_of(require_checkpoint(config.path, config.step, "--path"))
-    if config.step is not None:
-        raise UserError(f"--step={config.step} is for a run's checkpoints; remove it")
-    model = open_checkpoint(folder, "--path").config
+    found = open_trained(config.path, config.step, "--path")
+    if found.checkpoint is not None:
+        return _subject_of(found.checkpoint)
     if not (config.tasks or config.data_path or config.eval_data_path):
         raise UserError(f"--path={config.path} records no data; set --eval_data_path or --tasks")
     cfg = TrainConfig(
         data=DataConfig(
             data_path=config.data_path or config.eval_data_path,
-            seq_length=min(model.max_seq_len, _HF_SEQ_LENGTH),
+            seq_length=min(found.model.max_seq_len, _HF_SEQ_LENGTH),
         ),
         eval=EvalConfig(eval_interval=1),
     )
     precision = cfg.precision.resolve("bf16" if torch.cuda.is_available() else "fp32")
-    used = hf_used_tokenizer(folder, f"--path={folder}")
-    return _Subject(folder, model, precision, cfg, 1, 8, used, None)
+    return _Subject(found, precision, cfg, batch_size=1, eval_batch=8)
 
 
 def _subject_of(checkpoint: Checkpoint) -> _Subject:
     run = checkpoint.metadata.run
     return _Subject(
-        checkpoint.folder,
-        run.model,
+        trained(checkpoint),
         run.precision,
         run.located,
         run.batch.batch_size,
-        run.batch.global_batch_size,
-        checkpoint_tokenizer(checkpoint),
-        checkpoint,
+        eval_batch=run.batch.global_batch_size,
     )
 
 
@@ -195,7 +199,7 @@ def evaluate_held_out(
 ) -> tuple[_Subject, Values, str]:
     """Returns the evaluated model, the values on held-out data, and a table (collective)."""
     cfg = _eval_settings(config, subject.config)
-    used = subject.tokenizer
+    used = subject.trained.used_tokenizer(f"--path={subject.path}")
     found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=subject.model.vocab_size, used=used)
     sources = open_held_out(cfg.eval, found, subject.eval_batch)
     parallel = ParallelConfig(

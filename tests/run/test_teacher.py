@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from fms_fsdp.distill import DistillingSoftmax, Teacher, distill, find_teacher
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
+from fms_fsdp.hf.trained import Trained
 from fms_fsdp.models import loss as loss_module
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
@@ -210,15 +209,13 @@ def test_learned_positions_and_user_models_are_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cfg = TrainConfig(training=TrainingConfig(teacher_path=str(tmp_path)))
-    monkeypatch.setattr(distill_module, "is_hf_checkpoint", lambda _: True)
-    monkeypatch.setattr(distill_module, "hf_used_tokenizer", lambda *_: None)
     shape = replace(SHAPE, pos_emb="learned", max_seq_len=64)
     for config, text in (
         (shape, r"64 learned positions, fewer than --seq_length="),
         (replace(SHAPE, model_builder="a:b"), r"cannot be used with --model_builder=a:b"),
     ):
-        folder: Any = SimpleNamespace(config=config)
-        monkeypatch.setattr(distill_module, "open_checkpoint", lambda *_, folder=folder: folder)
+        found = Trained(tmp_path, config)
+        monkeypatch.setattr(distill_module, "open_trained", lambda *_, found=found: found)
         with pytest.raises(UserError, match=text):
             find_teacher(cfg, replace(SHAPE, max_seq_len=4096), None)
 
