@@ -193,7 +193,7 @@ class Evaluator:
         if step == state.start:
             return cfg.eval_at_start or state.evaluation_pending
         tokens, every = state.tokens_seen, self._every_tokens
-        if every and tokens // every > (tokens - state.batch_tokens) // every:
+        if every and tokens // every > (tokens - state.current.tokens) // every:
             return True
         if cfg.eval_interval and step % cfg.eval_interval == 0:
             return True

@@ -285,6 +285,27 @@ class StepResult:
 
 
 @dataclass
+class CurrentStep:
+    """Values of the step under way, or of the last step between two of them; no checkpoint has them.
+
+    requests        of this rank to all ranks, see `StopControl.requests`
+    batch           of this rank
+    samples, tokens of the global batch
+    metrics         that were reported
+    record_error    why this rank cannot write its records; "" if it can
+    read_error      why this rank cannot read the data of a coming step
+    """
+
+    requests: tuple[int, int, int, int] = (0, 0, 0, 0)
+    batch: Batch | None = None
+    samples: int = 0
+    tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    record_error: str = ""
+    read_error: ReadFailed | None = None
+
+
+@dataclass
 class TrainState:
     """The objects that the loop changes and a checkpoint holds, and the progress of the run.
 
@@ -313,15 +334,8 @@ class TrainState:
     last_finite_step: int = 0  # of this launch
     evaluation_pending: bool = False
     stop_reason: str = ""
-    record_error: str = ""  # why this rank cannot write its records
-    read_error: ReadFailed | None = None  # why this rank cannot read the data of a coming step
-    # The current step:
-    requests: tuple[int, int, int, int] = (0, 0, 0, 0)  # of this rank, see StopControl
-    batch: Batch | None = None
-    batch_samples: int = 0
-    batch_tokens: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
     validation: tuple[int, float] | None = None  # the last evaluated step, and its loss
+    current: CurrentStep = field(default_factory=CurrentStep)
 
     def __post_init__(self) -> None:
         self.start = self.step
@@ -330,9 +344,10 @@ class TrainState:
     def count(self, samples: int, tokens: int) -> None:
         """Counts a step of `samples` sequences and `tokens` tokens, over all ranks."""
         self.step += 1
-        self.metrics = {}
         self.evaluation_pending = False
-        self.batch_samples, self.batch_tokens = samples, tokens
+        self.current.samples = samples
+        self.current.tokens = tokens
+        self.current.metrics = {}
         self.samples_seen += samples
         self.tokens_seen += tokens
 

@@ -92,7 +92,7 @@ class Observers:
             if self.evaluator is not None:
                 self.evaluator.run_if_due(state)
         except ReadFailed as error:  # on every rank
-            state.read_error = error
+            state.current.read_error = error
             self.stop.end_for_reads(state)
             return
         if self.sampler is not None:
@@ -128,10 +128,10 @@ def train(
         observers.watchdog.alive()
         save_s = observers.checkpoints.expected_s(state.step + 1)
         observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
-        state.requests = observers.stop.requests(state)
+        state.current.requests = observers.stop.requests(state)
         timer.mark("hooks")
-        state.batch = batch = next_batch(settings, state)
-        state.read_error = read_error_ahead(settings, state)
+        state.current.batch = batch = next_batch(settings, state)
+        state.current.read_error = read_error_ahead(settings, state)
         timer.mark("data")
         result = train_step(settings, state, batch, timer)
         state.count(*_size(batch, settings.mesh))
@@ -182,7 +182,7 @@ def raise_read_error(
     """Saves the last step, and raises why a rank cannot read the data (collective: every rank)."""
     checkpoints.save_last_step(state)
     try:
-        raise_first(settings.mesh.gather(state.read_error))
+        raise_first(settings.mesh.gather(state.current.read_error))
     except ReadFailed as error:
         raise RunFailed(f"{error}: the run resumes from step {checkpoints.newest}") from error
 
@@ -226,14 +226,16 @@ def train_step(
 ) -> StepResult:
     """Does one optimizer step on this rank's part of the global batch (collective: every rank).
 
-    One all-reduce sums the number of labels and the `state.requests` of all ranks.
+    One all-reduce sums the number of labels and the `state.current.requests` of all ranks.
     """
     mesh, model = settings.mesh, state.model
     accum = len(batch.tokens_BS) // settings.micro_batch_of(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
-    own = torch.tensor([own_labels, *state.requests, int(state.read_error is not None)])
+    own = torch.tensor(
+        [own_labels, *state.current.requests, int(state.current.read_error is not None)]
+    )
     sums = mesh.sum(own.to(settings.device, non_blocking=True), "world")
     factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
     known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it

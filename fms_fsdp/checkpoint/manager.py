@@ -116,7 +116,7 @@ class CheckpointManager:
             tokens_seen=state.tokens_seen,
             rows_seen=state.samples_seen,
             validation_loss=state.val_loss,
-            metrics=dict(state.metrics),
+            metrics=dict(state.current.metrics),
             data=state.stream.state_dict(),
             loss_scale=None if state.loss_scale is None else state.loss_scale.state_dict(),
             non_finite_steps=state.non_finite_steps,
@@ -151,7 +151,7 @@ class CheckpointManager:
             evaluated = replace(
                 saved,
                 validation_loss=state.val_loss,
-                metrics={**saved.metrics, **state.metrics},
+                metrics={**saved.metrics, **state.current.metrics},
                 evaluation_pending=False,
             )
             folders.replace_metadata(folder, evaluated)

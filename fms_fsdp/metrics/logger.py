@@ -153,7 +153,7 @@ class MetricLogger:
         rate = 1000 * (tokens - last_tokens) / (steps - last_steps) / times["step_time_ms"]
         device_rate = rate / self._mesh.size("world")
         between_ms = times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
-        pace = (times["step_time_ms"] + between_ms) / 1000 / state.batch_samples
+        pace = (times["step_time_ms"] + between_ms) / 1000 / state.current.samples
         if steps > 1:  # the first step compiles and warms up
             self._paces.append(pace)
         eta_s = (state.samples_at_end - state.samples_seen) * statistics.fmean(
@@ -163,8 +163,8 @@ class MetricLogger:
         record: Record = {
             **values,
             "lr": run.schedule(state.step, state.tokens_seen, peak_lr),
-            "batch_rows": state.batch_samples,
-            "batch_tokens": state.batch_tokens,
+            "batch_rows": state.current.samples,
+            "batch_tokens": state.current.tokens,
             "tokens_per_sec_per_device": device_rate,
             "tokens_per_sec": rate,
             **self._utilization.metrics(device_rate),
@@ -178,8 +178,8 @@ class MetricLogger:
             self._energy_j += energy_j
             record["power_w"] = energy_j / max(1e-9, now - last_time)
             record["energy_kwh"] = self._energy_j / 3.6e6
-        assert state.batch is not None
-        record["data_fingerprint"] = global_fingerprint(state.batch, self._mesh)
+        assert state.current.batch is not None
+        record["data_fingerprint"] = global_fingerprint(state.current.batch, self._mesh)
         for source, used in self._state.stream.consumption().items():
             record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
         return record
@@ -188,9 +188,9 @@ class MetricLogger:
         """Writes and returns a record of the last step: its counters and the values."""
         self._last_step = state.step
         record = self._with_counters(state, values)
-        state.metrics |= finite_numbers(record)
+        state.current.metrics |= finite_numbers(record)
         self._file.write(record)
-        state.record_error = self._file.problem
+        state.current.record_error = self._file.problem
         for tracker in self._trackers:
             tracker.write(record)
         return record

@@ -160,7 +160,7 @@ class StopControl:
             int(bool(self.signals.name)),
             int(by_file),
             int(by_clock),
-            int(bool(state.record_error)),
+            int(bool(state.current.record_error)),
         )
 
     def update(self, state: TrainState, requests: HostCopy) -> None:
@@ -197,7 +197,7 @@ class StopControl:
         if not self.is_requested:
             # The margin keeps the time of an evaluation that is due: this is that evaluation.
             requests = self._requests(state, self.margin_s() - self._eval_margin_s())
-            has_read_error = int(state.read_error is not None)
+            has_read_error = int(state.current.read_error is not None)
             self._decide(state, self._sum_over_ranks([*requests, has_read_error]))
         return self.is_requested
 
@@ -208,7 +208,7 @@ class StopControl:
         if by_reads:
             self.end_for_reads(state)
         elif by_records:
-            state.stop_reason = state.record_error or "rank 0 cannot write its records"
+            state.stop_reason = state.current.record_error or "rank 0 cannot write its records"
         elif by_signal:
             self.signals.came_to_peer = not self.signals.name
             state.stop_reason = f"stopped by {self.signals.name or 'a signal to another rank'}"

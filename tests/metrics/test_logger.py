@@ -70,7 +70,7 @@ def test_rates_and_mfu_are_per_device(
     mesh, timer = Mesh(dims, 0, "cpu"), PhaseTimer(cpu)
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
     metrics = MetricLogger(run, cpu, mesh, state, 1, timer, LaunchPhases())
-    state.batch = empty_batch(3, 4096)
+    state.current.batch = empty_batch(3, 4096)
     record = metrics._measure(state, {"energy_j": 0.0}, TIMES)
     assert record["tokens_per_sec"] == pytest.approx(24 * 4096 / 0.5)
     assert record["tokens_per_sec_per_device"] == pytest.approx(3 * 4096 / 0.5)
