@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fms_fsdp.config.flag import fixed_flag, flag, logged_flag
+from fms_fsdp.config.flag import WithoutEffect, fixed_flag, flag, logged_flag
 from fms_fsdp.config.formats import parse_skips
 from fms_fsdp.config.values import joined
 from fms_fsdp.errors import UserError
+
+# condition, fix and flags of `WithoutEffect`
+_SYNTHETIC = ("with --use_dummy_dataset", "--use_dummy_dataset", ("use_dummy_dataset",))
 
 
 @dataclass(frozen=True)
@@ -21,68 +25,60 @@ class DataConfig:
 
     use_dummy_dataset: bool = logged_flag(False)
     """Train on synthetic tokens, which need no files, for tests and benchmarks."""
-    data_path: str = flag(
-        "", form="path", orders_data=True, needs="use_dummy_dataset=False|eval_data_path"
-    )
-    """Folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`)."""
-    datasets: tuple[str, ...] = logged_flag((), form="source name", needs="use_dummy_dataset=False")
-    """Sources to train on, as names of subfolders of data_path (default: all)."""
-    weights: tuple[float, ...] = logged_flag((), min=0, needs="use_dummy_dataset=False")
+    data_path: str = flag("", form="path", orders_data=True)
+    """Folder with one subfolder of token shards per source (see `python -m fms_fsdp prepare`) (no
+    effect with --use_dummy_dataset)."""
+    datasets: tuple[str, ...] = logged_flag((), form="source name")
+    """Sources to train on, as names of subfolders of data_path (default: all) (no effect with
+    --use_dummy_dataset)."""
+    weights: tuple[float, ...] = logged_flag((), min=0)
     """Relative number of tokens from each source, in the order of --datasets; 0 omits a source
-    (default: proportional to size)."""
+    (default: proportional to size) (no effect with --use_dummy_dataset)."""
     seq_length: int = logged_flag(4096, min=1)
     """Tokens per sequence, the context length of training."""
-    sep_token: int | None = fixed_flag(
-        None, min=0, orders_data=True, needs="use_dummy_dataset=False|eval_data_path"
-    )
-    """Id of the token that ends each document (default: the shards' EOS token)."""
+    sep_token: int | None = fixed_flag(None, min=0, orders_data=True)
+    """Id of the token that ends each document (default: the shards' EOS token) (no effect with
+    --use_dummy_dataset)."""
     logical_shards: int = flag(
-        1024,
-        min=1,
-        max=2**20,
-        in_name=True,
-        orders_data=True,
-        advanced=True,
-        needs="use_dummy_dataset=False|eval_data_path",
+        1024, min=1, max=2**20, in_name=True, orders_data=True, advanced=True
     )
     """Number of logical shards, whose shuffle windows are read interleaved; more of them shuffle
-    more widely."""
-    packing: str = fixed_flag(
-        "concat",
-        choices="concat bestfit",
-        orders_data=True,
-        needs="use_dummy_dataset=False|eval_data_path",
-    )
-    """How documents fill sequences: concat splits documents anywhere, bestfit splits few."""
+    more widely (no effect with --use_dummy_dataset)."""
+    packing: str = fixed_flag("concat", choices="concat bestfit", orders_data=True)
+    """How documents fill sequences: concat splits documents anywhere, bestfit splits few (no effect
+    with --use_dummy_dataset)."""
     document_mask: bool = logged_flag(False)
     """Restrict attention to the document, and restart positions at each document."""
-    loss_on: str = logged_flag(
-        "response",
-        choices="response all",
-        advanced=True,
-        needs="use_dummy_dataset=False|eval_data_path",
-    )
-    """Tokens in the loss of documents with a prompt: the response, or all."""
-    skip_steps: str = logged_flag(
-        "", in_name=False, parse=parse_skips, needs="use_dummy_dataset=False"
-    )
-    """Steps whose data are skipped, e.g. after a loss spike: a:b skips steps a to b-1."""
-    on_missing: str = flag(
-        "error",
-        choices="error mask",
-        advanced=True,
-        needs="use_dummy_dataset=False|eval_data_path",
-    )
+    loss_on: str = logged_flag("response", choices="response all", advanced=True)
+    """Tokens in the loss of documents with a prompt: the response, or all (no effect with
+    --use_dummy_dataset)."""
+    skip_steps: str = logged_flag("", in_name=False, parse=parse_skips)
+    """Steps whose data are skipped, e.g. after a loss spike: a:b skips steps a to b-1 (no effect
+    with --use_dummy_dataset)."""
+    on_missing: str = flag("error", choices="error mask", advanced=True)
     """Reaction to a shard that cannot be read: error ends the run, mask excludes its sequences from
-    the loss."""
-    max_epochs: float | None = flag(None, above=0, max=1e6, needs="use_dummy_dataset=False")
-    """Maximum number of epochs of any source; a longer run is an error."""
+    the loss (no effect with --use_dummy_dataset)."""
+    max_epochs: float | None = flag(None, above=0, max=1e6)
+    """Maximum number of epochs of any source; a longer run is an error (no effect with
+    --use_dummy_dataset)."""
     dataset_builder: str = logged_flag("", advanced=True, form="module:function")
     """module:function that builds your own stream (see docs/guides/data-loading.md)."""
     data_kwargs: tuple[str, ...] = logged_flag(
         (), advanced=True, form="key=value", needs="dataset_builder"
     )
     """Arguments of dataset_builder: key=value,…."""
+
+    def without_effect(self) -> Iterator[WithoutEffect]:
+        """Yields the flags that these settings make useless."""
+        if self.use_dummy_dataset:
+            names = ("datasets", "weights", "skip_steps", "max_epochs")
+            yield WithoutEffect(names, *_SYNTHETIC)
+
+    def without_effect_in_training(self) -> Iterator[WithoutEffect]:
+        """Yields the flags that are useless in training, and may have an effect on held-out data."""
+        if self.use_dummy_dataset:
+            names = ("data_path", "sep_token", "logical_shards", "packing", "loss_on", "on_missing")
+            yield WithoutEffect(names, *_SYNTHETIC)
 
     def __post_init__(self) -> None:
         if repeated := sorted({name for name in self.datasets if self.datasets.count(name) > 1}):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fms_fsdp.config.flag import flag
+from fms_fsdp.config.flag import WithoutEffect, flag, without_all
 
 
 @dataclass(frozen=True)
@@ -24,32 +25,44 @@ class EvalConfig:
         10,
         min=1,
         max=10**6,
-        needs="eval_interval|eval_epochs|eval_at_start|eval_test|test_data_path",
     )
     """Global batches of each held-out source per validation: always the same ones, at most one
-    epoch."""
+    epoch (no effect without an evaluation)."""
     eval_at_start: bool = flag(False)
     """Also validate before the first step of each launch."""
-    eval_data_path: str = flag("", form="path", needs="eval_interval|eval_epochs|eval_at_start")
+    eval_data_path: str = flag("", form="path")
     """Folder of held-out token shards (default: validation/ in data_path, which `prepare --split`
-    writes, or else data_path)."""
-    eval_datasets: tuple[str, ...] = flag(
-        (), form="source name", needs="eval_interval|eval_epochs|eval_at_start"
-    )
-    """Held-out sources, as names of subfolders of eval_data_path (default: all)."""
+    writes, or else data_path) (no effect without eval_interval, eval_epochs or eval_at_start)."""
+    eval_datasets: tuple[str, ...] = flag((), form="source name")
+    """Held-out sources, as names of subfolders of eval_data_path (default: all) (no effect without
+    eval_interval, eval_epochs or eval_at_start)."""
     eval_test: bool = flag(False)
     """Evaluate test/ in data_path once, after the last step."""
     test_data_path: str = flag("", form="path")
     """Folder of token shards to evaluate once, after the last step, instead of test/ in
     data_path."""
-    test_steps: int | None = flag(None, min=1, max=10**6, needs="eval_test|test_data_path")
-    """Global batches of each source in the test evaluation (default: eval_steps)."""
+    test_steps: int | None = flag(None, min=1, max=10**6)
+    """Global batches of each source in the test evaluation (default: eval_steps) (no effect without
+    eval_test or test_data_path)."""
     sample_interval: int = flag(0, min=0)
     """Steps between generated texts, also after the last step; 0 is off; requires a tokenizer in
     the folder of the data."""
     sample_prompts: tuple[str, ...] = flag((), form="text or file", needs="sample_interval")
     r"""Prompts of generated texts, or a file with one prompt per line (default: a new document);
     \, is a comma within a prompt."""
+
+    def without_effect(self) -> Iterator[WithoutEffect]:
+        """Yields the flags that these settings make useless."""
+        flags = ("eval_interval", "eval_epochs", "eval_at_start")
+        if not self.is_on:
+            names = ("eval_data_path", "eval_datasets")
+            yield WithoutEffect(names, without_all(flags), "set --eval_interval", flags)
+        tests = ("eval_test", "test_data_path")
+        if not self.reads_held_out:
+            condition = without_all((*flags, *tests))
+            yield WithoutEffect(("eval_steps",), condition, "set --eval_interval", (*flags, *tests))
+        if not self.eval_test and not self.test_data_path:
+            yield WithoutEffect(("test_steps",), without_all(tests), "set --eval_test", tests)
 
     @property
     def is_on(self) -> bool:

@@ -17,7 +17,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -64,7 +64,8 @@ class Flag:
     words        words that may replace a number, separated by spaces
     form         "path", "text" (kept verbatim), "text or file", or a key of `_PATTERNS`
     parse        called with the flag's name and text; raises UserError for an invalid text
-    needs        flags without which this one has no effect: "a|b=x" is a set `a`, or `b` with value x
+    needs        the flag without which this one has no effect: "a" that is set, or "a=x"; a section
+                 whose flags have more conditions has a method `without_effect`
     resume       effect of another value in a resumed run: "free" (none on training), "logged" (the
                  new value is used, and logged) or "fixed" (an error)
     in_name      the default run name depends on the flag; by default of "logged" and "fixed" ones
@@ -108,11 +109,21 @@ class Flag:
         kind: type[int | float | bool | str] = (typing.get_args(self.type) or (self.type,))[0]
         return kind
 
-    @property
-    def needed(self) -> list[tuple[str, str]]:
-        """The flags of `needs`, each with the value that it must have, or "" for any."""
-        terms = (term.partition("=") for term in self.needs.split("|") if term)
-        return [(name, value) for name, _, value in terms]
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """Flags that have no effect.
+
+    names        the flags
+    condition    after "has no effect"
+    fix          after "remove --NAME or"
+    others       the flags of the condition
+    """
+
+    names: tuple[str, ...]
+    condition: str
+    fix: str
+    others: tuple[str, ...]
 
 
 def flag(default: Any, help: str = "", **row: Any) -> Any:
@@ -202,38 +213,44 @@ def only_one(config: Any, *names: str) -> None:
         )
 
 
-def unused_flags(config: Any) -> Iterator[tuple[Flag, str]]:
-    """Yields each changed flag without effect, as its row `needs` says, and an error text."""
-    values, changed = flag_values(config), non_defaults(config)
-    for name, value in changed.items():
-        row = flag_table(type(config))[name]
-        is_met = (
-            wanted in map(str, _as_tuple(values[other]))
-            if wanted
-            else other in changed and values[other]
-            for other, wanted in row.needed
-        )
-        if row.needs and not any(is_met):
-            remedy = f"remove --{name} or {_how_to_meet(row)}"
-            yield row, f"--{name}={shown(joined(value))} has no effect {unmet(row)}; {remedy}"
+def unused_flags(config: Any) -> Iterator[tuple[Flag, str, tuple[str, ...]]]:
+    """Yields each changed flag without effect: its row, an error text, and the flags of the reason."""
+    table = flag_table(type(config))
+    changed = non_defaults(config)
+    for each in _without_effect(config):
+        for name in each.names:
+            if name in changed:
+                value = shown(joined(changed[name]))
+                text = f"--{name}={value} has no effect {each.condition}; remove --{name} or {each.fix}"
+                yield table[name], text, each.others
+
+
+def _without_effect(config: Any) -> Iterator[WithoutEffect]:
+    values = flag_values(config)
+    changed = non_defaults(config)
+    for name, row in flag_table(type(config)).items():
+        if not row.needs:
+            continue
+        other, _, wanted = row.needs.partition("=")
+        is_met = other in changed and bool(values[other])
+        if wanted:
+            is_met = wanted in map(str, _as_tuple(values[other]))
+        if not is_met:
+            yield WithoutEffect((name,), unmet(row), f"set --{row.needs}", (other,))
+    sections = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    for part in (config, *sections):
+        if hasattr(part, "without_effect"):
+            yield from part.without_effect()
 
 
 def unmet(row: Flag) -> str:
     """Returns the condition under which the flag of a row has no effect."""
-    excluded = [name for name, value in row.needed if value == "False"]
-    if excluded:
-        return f"with --{' or --'.join(excluded)}"
-    return f"without {' or '.join(_needed_texts(row))}"
+    return f"without --{row.needs}"
 
 
-def _how_to_meet(row: Flag) -> str:
-    excluded = [name for name, value in row.needed if value == "False"]
-    return f"--{excluded[0]}" if excluded else f"set {_needed_texts(row)[0]}"
-
-
-def _needed_texts(row: Flag) -> list[str]:
-    terms = [(name, value) for name, value in row.needed if value != "None"]
-    return [f"--{name}={value}" if value else f"--{name}" for name, value in terms]
+def without_all(names: Sequence[str]) -> str:
+    """Returns the condition that none of these flags is set."""
+    return f"without --{' or --'.join(names)}"
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

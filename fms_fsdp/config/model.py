@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fms_fsdp.config.flag import fixed_flag, flag, logged_flag, only_one
+from fms_fsdp.config.flag import WithoutEffect, fixed_flag, flag, logged_flag, only_one
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class ModelConfig:
     """Number of key/value heads; divides the query heads (default: the variant's)."""
     head_dim: int | None = fixed_flag(None, min=1, max=65536, advanced=True)
     """Width of an attention head (default: hidden_size / num_attention_heads)."""
-    rope_theta: float | None = fixed_flag(None, min=1, needs="pos_emb=rope|pos_emb=None")
-    """Base of the RoPE frequencies (default: the variant's)."""
-    rope_scaling: str | None = fixed_flag(None, advanced=True, needs="pos_emb=rope|pos_emb=None")
-    """RoPE scaling: linear:FACTOR (1 is none) or llama3:FACTOR[:1:4:8192]."""
-    rope_pct: float | None = fixed_flag(
-        None, above=0, max=1, advanced=True, needs="pos_emb=rope|pos_emb=None"
-    )
-    """Fraction of each head that RoPE rotates (default: the variant's)."""
+    rope_theta: float | None = fixed_flag(None, min=1)
+    """Base of the RoPE frequencies (default: the variant's) (no effect without --pos_emb=rope)."""
+    rope_scaling: str | None = fixed_flag(None, advanced=True)
+    """RoPE scaling: linear:FACTOR (1 is none) or llama3:FACTOR[:1:4:8192] (no effect without
+    --pos_emb=rope)."""
+    rope_pct: float | None = fixed_flag(None, above=0, max=1, advanced=True)
+    """Fraction of each head that RoPE rotates (default: the variant's) (no effect without
+    --pos_emb=rope)."""
     norm_eps: float | None = fixed_flag(None, min=0)
     """Epsilon of the normalization layers (default: the variant's)."""
     vocab_size: int | None = fixed_flag(None, min=2)
@@ -104,6 +105,12 @@ class ModelConfig:
     """Backend of scaled_dot_product_attention; auto lets torch choose."""
     model_builder: str = fixed_flag("", advanced=True)
     """module:function that builds your own model from the shape (see docs/reference/models.md)."""
+
+    def without_effect(self) -> Iterator[WithoutEffect]:
+        """Yields the flags that these settings make useless."""
+        if self.pos_emb not in ("rope", None):
+            names = ("rope_theta", "rope_scaling", "rope_pct")
+            yield WithoutEffect(names, "without --pos_emb=rope", "set --pos_emb=rope", ("pos_emb",))
 
     def __post_init__(self) -> None:
         only_one(self, "init_from_hf", "hf_config", "model_variant")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fms_fsdp.config.flag import fixed_flag, logged_flag, only_one
+from fms_fsdp.config.flag import WithoutEffect, fixed_flag, logged_flag, only_one
 from fms_fsdp.config.formats import parse_duration
 from fms_fsdp.errors import UserError
 
@@ -55,14 +56,12 @@ class OptimConfig:
         1.0, above=0, max=100, advanced=True, needs="lr_schedule=polynomial"
     )
     """Exponent of --lr_schedule=polynomial."""
-    lr_gamma: float = logged_flag(
-        0.1, above=0, max=1, advanced=True, needs="lr_schedule=step|lr_schedule=exponential"
-    )
-    """Factor of the learning rate after each lr_step_size."""
-    lr_step_size: str | None = logged_flag(
-        None, advanced=True, parse=parse_duration, needs="lr_schedule=step|lr_schedule=exponential"
-    )
-    """Duration between two factors of lr_gamma, in the format of --warmup."""
+    lr_gamma: float = logged_flag(0.1, above=0, max=1, advanced=True)
+    """Factor of the learning rate after each lr_step_size (no effect without --lr_schedule=step or
+    exponential)."""
+    lr_step_size: str | None = logged_flag(None, advanced=True, parse=parse_duration)
+    """Duration between two factors of lr_gamma, in the format of --warmup (no effect without
+    --lr_schedule=step or exponential)."""
     adam_beta1: float = logged_flag(0.9, min=0, below=1)
     """Decay of the first moment, for optimizers with betas, such as adamw."""
     adam_beta2: float = logged_flag(0.95, min=0, below=1)
@@ -91,6 +90,13 @@ class OptimConfig:
             raise UserError(
                 f"--lr_schedule={self.lr_schedule} requires --lr_step_size; set it, e.g. to 0.3"
             )
+
+    def without_effect(self) -> Iterator[WithoutEffect]:
+        """Yields the flags that these settings make useless."""
+        if self.lr_schedule not in ("step", "exponential"):
+            names = ("lr_gamma", "lr_step_size")
+            condition = "without --lr_schedule=step or --lr_schedule=exponential"
+            yield WithoutEffect(names, condition, "set --lr_schedule=step", ("lr_schedule",))
 
     def durations(self) -> dict[str, str]:
         """Returns the flags that hold a duration and are set."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from fms_fsdp.config.flag import flag
+from fms_fsdp.config.flag import WithoutEffect, flag
 from fms_fsdp.config.formats import parse_block_fraction
 from fms_fsdp.errors import UserError
 
@@ -27,9 +28,7 @@ class ParallelConfig:
     zero2 is fsdp that gathers weights once per step, zero1 also reduces gradients once per step;
     none is for one process (default: none on one device, hsdp for 7b and 13b if it fits, otherwise
     fsdp)."""
-    hsdp_shard_size: int | None = flag(
-        None, min=1, needs="sharding_strategy=hsdp|sharding_strategy=None"
-    )
+    hsdp_shard_size: int | None = flag(None, min=1)
     """Number of devices that share one copy of the model with hsdp (default: the devices of a
     node)."""
     tp_size: int = flag(1, min=0)
@@ -65,13 +64,10 @@ class ParallelConfig:
         "1",
         parse=parse_block_fraction,
         advanced=True,
-        needs="recompute=blocks|fsdp_activation_checkpointing",
     )
     """Fraction of the blocks that --recompute=blocks recomputes, evenly spaced: 1, 1/2, 0.33 or
     every:k."""
-    recompute_segment: int = flag(
-        1, min=1, advanced=True, needs="recompute=blocks|fsdp_activation_checkpointing"
-    )
+    recompute_segment: int = flag(1, min=1, advanced=True)
     """Number of consecutive blocks that --recompute=blocks recomputes together from one saved
     input."""
     recompute_ops: tuple[str, ...] = flag(
@@ -79,7 +75,6 @@ class ParallelConfig:
         advanced=True,
         choices="attention every_second_matmul matmuls",
         aliases={"every_second_product": "every_second_matmul", "products": "matmuls"},
-        needs="recompute=ops|recompute=auto",
     )
     """Results that --recompute=ops keeps: of attention, of every matmul (matmuls) or of every second
     one (default: attention,every_second_matmul; from 8,192 tokens per sequence without matmuls of
@@ -108,6 +103,23 @@ class ParallelConfig:
     """Seconds without a finished step or progress of a save after which the launch fails."""
     matmul_precision: str = flag("high", choices="highest high medium", advanced=True)
     """Precision of fp32 matmuls on GPUs: highest is fp32, high is TF32."""
+
+    def without_effect(self) -> Iterator[WithoutEffect]:
+        """Yields the flags that these settings make useless."""
+        if self.sharding_strategy not in ("hsdp", None):
+            condition = "without --sharding_strategy=hsdp"
+            fix = "set --sharding_strategy=hsdp"
+            yield WithoutEffect(("hsdp_shard_size",), condition, fix, ("sharding_strategy",))
+        if self.recompute != "blocks" and not self.fsdp_activation_checkpointing:
+            names = ("selective_checkpointing", "recompute_segment")
+            condition = "without --recompute=blocks or --fsdp_activation_checkpointing"
+            others = ("recompute", "fsdp_activation_checkpointing")
+            yield WithoutEffect(names, condition, "set --recompute=blocks", others)
+        if self.recompute not in ("ops", "auto"):
+            condition = "without --recompute=ops or --recompute=auto"
+            yield WithoutEffect(
+                ("recompute_ops",), condition, "set --recompute=ops", ("recompute",)
+            )
 
     def __post_init__(self) -> None:
         alias = "blocks" if self.fsdp_activation_checkpointing else "none"

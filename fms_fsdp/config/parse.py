@@ -126,9 +126,8 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
             raise error if is_typed else UserError(f"{origins[name]}: {error}") from None
     notes = list(_omit_sources(values))
     config = build_config(config_type, values)
-    for row, text in unused_flags(config):
-        others = [origins.get(other, "flag") for other, _ in row.needed]
-        if {origins.get(row.name, "flag"), *others} == {"flag"}:
+    for row, text, others in unused_flags(config):
+        if {origins.get(name, "flag") for name in (row.name, *others)} == {"flag"}:
             raise UserError(text)
         notes.append(text.partition(";")[0])
     return Parsed(config, origins, tuple(overridden), tuple(notes), given.get("dry_run", False))

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -16,7 +16,14 @@ from typing import Any
 from fms_fsdp.config.checkpoint import CheckpointConfig
 from fms_fsdp.config.data import DataConfig
 from fms_fsdp.config.evaluation import EvalConfig
-from fms_fsdp.config.flag import build_config, coerce, flag_table, non_defaults, only_one
+from fms_fsdp.config.flag import (
+    WithoutEffect,
+    build_config,
+    coerce,
+    flag_table,
+    non_defaults,
+    only_one,
+)
 from fms_fsdp.config.log import LogConfig, ProfilerConfig
 from fms_fsdp.config.model import ModelConfig
 from fms_fsdp.config.optim import OptimConfig
@@ -65,6 +72,11 @@ class TrainConfig:
                 f"--keep_best={keep.keep_best} requires validation losses, but evaluation is off "
                 "(--eval_interval=0); set --eval_interval, e.g. 1000"
             )
+
+    def without_effect(self) -> Iterator[WithoutEffect]:
+        """Yields the flags that settings of several sections make useless."""
+        if not self.eval.eval_data_path:
+            yield from self.data.without_effect_in_training()
 
     @cached_property
     def run_name(self) -> str:

@@ -397,7 +397,7 @@ def _estimates_that_fit(config: EstimateConfig) -> Iterator[Estimate]:
     """Yields an estimate for each layout and recomputation: of the largest micro-batch that fits."""
     device = _find_device(config)
     budget = MemoryBudget(config.machine)
-    unused = {row.name for row, _ in unused_flags(config)} | {"selective_checkpointing"}
+    unused = {row.name for row, *_ in unused_flags(config)} | {"selective_checkpointing"}
     for layout in _layouts(config):
         tried = replace(config, parallel=layout)
         try:
@@ -409,7 +409,7 @@ def _estimates_that_fit(config: EstimateConfig) -> Iterator[Estimate]:
             if not _is_searched(section, config.parallel):
                 continue
             with_section = replace(config, parallel=section)
-            if {row.name for row, _ in unused_flags(with_section)} - unused:
+            if {row.name for row, *_ in unused_flags(with_section)} - unused:
                 continue
             run = largest_fit(group, budget)
             if run is not None:

@@ -204,7 +204,7 @@ def _drop_unused(found: Translation) -> None:
         config = _parse(found)
     except UserError:  # the check reports it
         return
-    for row, _ in unused_flags(config):
+    for row, *_ in unused_flags(config):
         found.flags.pop(row.name, None)
 
 
