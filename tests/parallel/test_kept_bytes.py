@@ -25,7 +25,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
 from fms_fsdp.parallel.precision import cast_weights
-from fms_fsdp.parallel.tensor import apply_tp
+from fms_fsdp.parallel.tensor import apply_tp, compute_with_shards
 
 # torch's fake group has no timeout.
 pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")
@@ -45,7 +45,7 @@ def first_of(tp: int) -> Iterator[None]:
 
 def build(tp: int, **flags: Any) -> Llama:
     """Returns the first rank's model."""
-    section = ParallelConfig(tp_size=tp, **flags)
+    section = ParallelConfig(tp_size=tp, use_torch_compile=True, **flags)
     with torch.device("meta"):
         model = build_model(SHAPE)
     cast_weights(model, replace(BF16, weights="bf16"))
@@ -55,6 +55,8 @@ def build(tp: int, **flags: Any) -> Llama:
         )
     if flags:
         apply_activation_checkpointing(model, section, compiled=True)
+    if tp > 1:
+        compute_with_shards(model.blocks["0"])
     return model.to_empty(device="cpu")
 
 
