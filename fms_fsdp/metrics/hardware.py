@@ -19,26 +19,6 @@ from fms_fsdp.models.flops import (
 from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.state import RunConfig
 
-# Dense bf16 tensor-core peak in FLOP/s, without sparsity, from the vendors' data sheets (V100:
-# fp16; GB200: one of its two GPUs; MI250X: one of two dies). The longest name that is part of the
-# device's name applies.
-PEAK_BF16_FLOPS = {
-    "V100": 125e12,
-    "A10G": 70e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "MI250X": 191.5e12,
-    "MI300X": 1307e12,
-}
-
 
 @dataclass(frozen=True)
 class Utilization:
@@ -71,9 +51,9 @@ def find_utilization(run: RunConfig, device: torch.device) -> Utilization:
     if cfg.log.peak_tflops is not None:
         peak_flops = cfg.log.peak_tflops * 1e12
     elif device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = max((key for key in PEAK_BF16_FLOPS if key in name), key=len, default="")
-        peak_flops = PEAK_BF16_FLOPS.get(known)
+        from fms_fsdp.predict.devices import peak_bf16_flops
+
+        peak_flops = peak_bf16_flops(torch.cuda.get_device_name(device))
     flops, matmul = flops_per_token(model, seq_length), matmul_flops_per_token(model, seq_length)
     return Utilization(flops, matmul, flops + recomputed, peak_flops)
 

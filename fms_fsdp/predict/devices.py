@@ -13,6 +13,7 @@ from fms_fsdp.config.values import must_be_one_of
 from fms_fsdp.errors import UserError
 
 _SHIPPED = Path(__file__).with_name("devices.toml")
+_PEAKS = "peaks"  # the table of GPUs of which only the peak is known
 GENERATIONS = ("ampere", "hopper")  # with efficiencies in speed.py
 
 
@@ -60,11 +61,16 @@ class Device:
 
 @cache
 def _read(path: Path) -> dict[str, Device]:
+    tables = _read_toml(path)
+    return {name: _device(name, table, path) for name, table in tables.items() if name != _PEAKS}
+
+
+@cache
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"--hardware={path} cannot be read: {error}; fix the file") from error
-    return {name: _device(name, table, path) for name, table in content.items()}
 
 
 def _device(name: str, table: Any, path: Path) -> Device:
@@ -126,3 +132,13 @@ def known_device(gpu: str, memory_bytes: int) -> Device | None:
         if device.name.split("_")[0] in words and ("pcie" in words) == ("pcie" in device.name)
     ]
     return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
+
+
+def peak_bf16_flops(gpu: str) -> float | None:
+    """Returns the dense FLOP/s of the GPU that the driver calls `gpu`; None if it is unknown."""
+    peaks: dict[str, float] = _read_toml(_SHIPPED)[_PEAKS]
+    names = [name for name in peaks if name in gpu]
+    if names:
+        return 1e12 * peaks[max(names, key=len)]
+    device = known_device(gpu, 0)  # devices with one name differ in memory alone
+    return None if device is None else device.peak("bf16")
