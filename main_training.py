@@ -334,7 +334,7 @@ def build(launch: Launch) -> tuple[Mesh, TrainState]:
         precision=run.precision,
         seed=cfg.training.seed,
     )
-    if run.batch.cuts_micro_steps:  # a ramp of the batch has micro-batches of several sizes
+    if run.batch.ramps_micro_batch:  # a ramp of the batch has micro-batches of several sizes
         allow_shapes(run.batch.batch_size)
     optimizers = build_optimizers(
         cfg.optim,

@@ -37,9 +37,11 @@ from fms_fsdp.files import is_folder, write_atomically
 from fms_fsdp.state import TrainMetadata, read_train_metadata
 
 T = TypeVar("T")
-FILES, STATE, METADATA = "files.json", "train_state.json", ".metadata"
+FILES = "files.json"
 NEXT_FILES = "files.next.json"  # the listing with the next train_state.json, while that is replaced
-_PAGE = 4096
+STATE = "train_state.json"
+METADATA = ".metadata"  # of torch.distributed.checkpoint
+_PAGE = 4096  # bytes that one 64-bit sum covers
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(r"step_[0-9]+\.(partial|damaged|superseded|deleted)(?:-\d+)?")
 
@@ -63,7 +65,8 @@ class CorruptCheckpoint(UserError):
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"{folder} is corrupt: {reason}; choose another step")
-        self.folder, self.reason = folder, reason
+        self.folder = folder
+        self.reason = reason
 
     def __reduce__(self) -> tuple[type[CorruptCheckpoint], tuple[Path, str]]:
         return type(self), (self.folder, self.reason)
@@ -91,11 +94,12 @@ class Checksum:
     """
 
     def __init__(self) -> None:
-        self._crc, self._rest = 0, b""
+        self._crc = 0
+        self._rest = b""  # bytes after the last full page
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data).cast("B")
-        if self._rest:
+        if self._rest:  # fill the page that the data before began
             missing = _PAGE - len(self._rest)
             self._rest += view[:missing]
             view = view[missing:]
@@ -108,7 +112,8 @@ class Checksum:
 
     def _add_pages(self, pages: memoryview) -> None:
         words = np.frombuffer(pages, dtype="<u8").reshape(-1, _PAGE // 8)
-        self._crc = zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes(), self._crc)
+        sums = words.sum(axis=1, dtype=np.uint64)
+        self._crc = zlib.crc32(sums.tobytes(), self._crc)
 
     @property
     def value(self) -> int:
@@ -118,8 +123,8 @@ class Checksum:
 def format_files(files: Mapping[str, tuple[int, int]]) -> str:
     """Returns the text of files.json for {name: (bytes, checksum)}; it ends in its own CRC-32."""
     listing = {name: [size, f"{value:08x}"] for name, (size, value) in sorted(files.items())}
-    content = {"files": listing, "crc32": f"{zlib.crc32(json.dumps(listing).encode()):08x}"}
-    return json.dumps(content, indent=1) + "\n"
+    crc = zlib.crc32(json.dumps(listing).encode())
+    return json.dumps({"files": listing, "crc32": f"{crc:08x}"}, indent=1) + "\n"
 
 
 def read_files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -154,12 +159,15 @@ def replace_metadata(folder: Path, metadata: TrainMetadata) -> None:
 
 def _read_listing(path: Path) -> dict[str, tuple[int, int]]:
     content, text = _read_json(path)
+    files = dict[str, tuple[int, int]]()
     try:
-        files = {name: (int(size), int(crc, 16)) for name, (size, crc) in content["files"].items()}
-        is_valid = format_files(files) == text and not any("/" in name for name in files)
+        for name, (size, checksum) in content["files"].items():
+            files[name] = (int(size), int(checksum, 16))
+        is_valid = format_files(files) == text  # the CRC-32 and every other byte
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         is_valid = False
-    if not is_valid:
+    # A name with a folder could lead anywhere.
+    if not is_valid or any("/" in name for name in files):
         raise UserError(f"{path.name} is corrupt")
     return files
 
@@ -170,7 +178,8 @@ def read_metadata(folder: Path) -> TrainMetadata:
     Raises:
         UserError: it is missing or corrupt.
     """
-    return read_train_metadata(_read_json(folder / STATE)[0])
+    content, _ = _read_json(folder / STATE)
+    return read_train_metadata(content)
 
 
 def _read_json(path: Path) -> tuple[Any, str]:
@@ -203,18 +212,24 @@ def _file_problem(path: Path, size: int, checksum: int | None) -> str:
     """Returns why a file is corrupt, or ""; without `checksum`, by its size alone."""
     try:
         with open_file(path) as file:
-            if (actual := os.fstat(file.fileno()).st_size) != size:
+            actual = os.fstat(file.fileno()).st_size
+            if actual != size:
                 return f"{path.name} has {actual:,} bytes instead of {size:,}"
-            total, buffer = Checksum(), bytearray(4 << 20)
-            while checksum is not None and (count := file.readinto(buffer)):
-                total.update(memoryview(buffer)[:count])
-            if checksum not in (None, total.value):
+            if checksum is not None and _read_checksum(file) != checksum:
                 return f"{path.name} is corrupt: its checksum is wrong"
     except CheckpointDeleted:
         raise
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _read_checksum(file: FileIO) -> int:
+    total = Checksum()
+    buffer = bytearray(4 << 20)
+    while count := file.readinto(buffer):
+        total.update(memoryview(buffer)[:count])
+    return total.value
 
 
 def problem(folder: Path) -> str:
@@ -228,14 +243,16 @@ def problem(folder: Path) -> str:
         for name in (STATE, METADATA):
             if name not in files:
                 return f"{name} is missing"
-        for name, (size, crc) in files.items():
-            if why := _file_problem(
-                folder / name, size, crc if name in (STATE, METADATA) else None
-            ):
+        for name, (size, checksum) in files.items():
+            is_small = name in (STATE, METADATA)  # checksums of the others read all weights
+            why = _file_problem(folder / name, size, checksum if is_small else None)
+            if why:
                 # The run may have replaced train_state.json and the listing meanwhile.
                 return problem(folder) if read_files(folder) != files else why
         step = read_metadata(folder).step
-        return "" if folder.name == f"step_{step}" else f"{STATE} is of step {step}"
+        if folder.name != f"step_{step}":
+            return f"{STATE} is of step {step}"
+        return ""
     except CheckpointDeleted:
         raise
     except ValueError as error:
@@ -247,16 +264,16 @@ def corrupt_files(folder: Path, rank: int = 0, num_ranks: int = 1) -> list[str]:
 
     Each rank reads the files that the ranks of its number wrote, which it will most likely load.
     """
-
-    def is_mine(name: str) -> bool:
-        writer = re.match(r"__(\d+)_", name)
-        return int(writer[1] if writer else 0) % num_ranks == rank
-
     files = read_files(folder)
-    mine = [item for item in sorted(files.items()) if is_mine(item[0])]
+    mine = []
+    for name in sorted(files):
+        writer = re.match(r"__(\d+)_", name)  # torch names its files __<rank>_<number>.distcp
+        writer_rank = int(writer[1]) if writer else 0
+        if writer_rank % num_ranks == rank:
+            mine.append(name)
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda item: _file_problem(folder / item[0], *item[1]), mine)
-        corrupt = list(filter(None, found))
+        reasons = pool.map(lambda name: _file_problem(folder / name, *files[name]), mine)
+        corrupt = [reason for reason in reasons if reason]
     if corrupt and read_files(folder) != files:  # the run replaced train_state.json meanwhile
         return corrupt_files(folder, rank, num_ranks)
     return corrupt
@@ -270,8 +287,10 @@ def checkpoint_root(path: Path) -> Path:
 
 def checkpoint_steps(root: Path) -> list[int]:
     """Returns the steps of the folders that are named as complete checkpoints, ascending."""
-    found = (_STEP.fullmatch(path.name) for path in root.iterdir()) if is_folder(root) else ()
-    return sorted(int(match[1]) for match in found if match)
+    if not is_folder(root):
+        return []
+    matches = [_STEP.fullmatch(path.name) for path in root.iterdir()]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def is_complete(folder: Path) -> bool:
@@ -288,7 +307,7 @@ def complete_steps(root: Path) -> list[int]:
 def newest_healthy_step(root: Path) -> int | None:
     """Returns the step of the newest complete checkpoint that ends in a finite step."""
     for step in reversed(complete_steps(root)):
-        with suppress(UserError, OSError):
+        with suppress(UserError, OSError):  # its run may delete it meanwhile
             if not read_metadata(root / f"step_{step}").non_finite_steps:
                 return step
     return None
@@ -296,9 +315,14 @@ def newest_healthy_step(root: Path) -> int | None:
 
 def leftovers(root: Path) -> list[tuple[Path, str]]:
     """Returns the folders that are not complete checkpoints, each with its state."""
-    found = sorted(root.iterdir()) if is_folder(root) else []
-    matches = [(path, _LEFTOVER.fullmatch(path.name)) for path in found]
-    return [(path, match[1]) for path, match in matches if match]
+    if not is_folder(root):
+        return []
+    found = []
+    for path in sorted(root.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match:
+            found.append((path, match[1]))
+    return found
 
 
 def find_checkpoint(
@@ -313,17 +337,26 @@ def find_checkpoint(
     Raises:
         UserError: there are checkpoints, but all are skipped. OSError: one cannot be read.
     """
-    is_named = step is not None or bool(_STEP.fullmatch(path.name))
-    if _STEP.fullmatch(path.name) and (step is not None or is_folder(path)):
+    is_step_folder = _STEP.fullmatch(path.name) is not None
+    is_named = is_step_folder or step is not None
+    if is_step_folder and (step is not None or is_folder(path)):
         folders = [path]
     else:
         steps = reversed(checkpoint_steps(path))
         folders = [path / f"step_{each}" for each in steps if step in (None, each)]
-    skipped, unhealthy = dict[Path, str](), list[Path]()
-    last_finite_step = math.inf  # before the series of non-finite steps of a skipped checkpoint
+    if not folders:
+        return None
+
+    skipped = dict[Path, str]()
+    unhealthy = list[Path]()
+    # Example: step_100 ends in 3 non-finite steps. step_98 ends in one of them, which alone would
+    # be healthy; the newest checkpoint that may be used is step_97.
+    last_finite_step = math.inf
     for folder in folders:
         try:
-            if why := (corrupt or {}).get(folder) or problem(folder):
+            # `corrupt` comes first: `problem` finds no wrong checksum of a large file.
+            why = (corrupt or {}).get(folder) or problem(folder)
+            if why:
                 skipped[folder] = why
                 continue
             metadata = read_metadata(folder)
@@ -332,27 +365,28 @@ def find_checkpoint(
                 raise
             continue  # its run deleted it after the folders were listed, so a newer one was saved
         is_healthy = metadata.is_healthy and metadata.step <= last_finite_step
-        if not is_healthy and not is_named:
-            skipped[folder] = describe_health(metadata)
-            unhealthy.append(folder)
-            last_finite_step = metadata.step - metadata.non_finite_steps
-            continue
-        return Checkpoint(folder, metadata, skipped, tuple(unhealthy))
-    if skipped:
-        listing = "; ".join(f"{folder.name}: {why}" for folder, why in skipped.items())
-        by_name = f", or one of its checkpoints, e.g. {unhealthy[0]}" if unhealthy else ""
-        raise UserError(
-            f"{path} has no usable checkpoint ({listing}); choose another folder{by_name}"
-        )
-    if folders:  # all were deleted meanwhile
+        if is_healthy or is_named:
+            return Checkpoint(folder, metadata, skipped, tuple(unhealthy))
+        skipped[folder] = describe_health(metadata)
+        unhealthy.append(folder)
+        last_finite_step = metadata.step - metadata.non_finite_steps
+
+    if not skipped:  # all were deleted meanwhile
         return find_checkpoint(path, step, corrupt=corrupt)
-    return None
+    reasons = "; ".join(f"{folder.name}: {why}" for folder, why in skipped.items())
+    fix = "choose another folder"
+    if unhealthy:
+        fix += f", or one of its checkpoints, e.g. {unhealthy[0]}"
+    raise UserError(f"{path} has no usable checkpoint ({reasons}); {fix}")
 
 
 def describe_health(metadata: TrainMetadata) -> str:
     """Returns that a checkpoint ends in non-finite steps, or ""."""
     count = metadata.non_finite_steps
-    return f"ends in {count} non-finite step{'s' * (count > 1)}" if count else ""
+    if count == 0:
+        return ""
+    steps = "step" if count == 1 else "steps"
+    return f"ends in {count} non-finite {steps}"
 
 
 def read_checkpoint(find: Callable[[], Checkpoint], use: Callable[[Checkpoint], T]) -> T:
@@ -362,16 +396,16 @@ def read_checkpoint(find: Callable[[], Checkpoint], use: Callable[[Checkpoint], 
         CheckpointDeleted: it was deleted, and `find` returns no other one.
     """
     deleted: CheckpointDeleted | None = None
-    for _ in range(5):
+    for _ in range(5):  # a fast run may delete several, one after the other
         try:
             checkpoint = find()
         except UserError as error:
-            raise deleted or error from None
+            raise deleted or error from None  # the deletion is the reason
         try:
             return use(checkpoint)
         except CheckpointDeleted as error:
             deleted = error
-        except Exception:
+        except Exception:  # any error, if its cause is that the folder is gone
             if checkpoint.folder.exists():
                 raise
             deleted = CheckpointDeleted(checkpoint.folder)
@@ -381,17 +415,21 @@ def read_checkpoint(find: Callable[[], Checkpoint], use: Callable[[Checkpoint], 
 
 def rename_aside(folder: Path, state: str) -> Path:
     """Renames a step folder to `<name>.<state>-<k>`, the first free k, and returns it."""
+    name = f"{folder.name}.{state}"
     k = 1
-    while (target := folder.with_name(f"{folder.name}.{state}-{k}")).exists():
+    while folder.with_name(f"{name}-{k}").exists():
         k += 1
+    target = folder.with_name(f"{name}-{k}")
     os.rename(folder, target)
     return target
 
 
 def delete(folder: Path) -> None:
     """Deletes a checkpoint; renames it first, so that nothing half deleted looks complete."""
-    doomed = folder.with_name(f"{folder.name.partition('.')[0]}.deleted")
+    step_name, _, _ = folder.name.partition(".")
+    doomed = folder.with_name(f"{step_name}.deleted")
     if folder != doomed:
+        # An interrupted deletion may have left a folder of this name.
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)
     shutil.rmtree(doomed)

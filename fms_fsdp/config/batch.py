@@ -3,6 +3,10 @@
 With a ramp this is the batch at its end; before it
     batch = start + increment * floor(samples_seen * n / samples)    n = (end - start) / increment
 rounded down to --rampup_round. Source: Megatron-LM's --rampup-batch-size.
+
+Example: --rampup_batch_size=8,8,100 --global_batch_size=32, so n = 3
+    samples seen    0-33   34-66   67-99   from 100
+    batch              8      16      24         32
 """
 
 from __future__ import annotations
@@ -10,13 +14,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from fms_fsdp.config.training import TrainingConfig
 from fms_fsdp.config.values import counted
 from fms_fsdp.errors import UserError
 
+DEFAULT_NUM_STEPS = 1000
+DEFAULT_BATCH_SIZE = 2
 MAX_INCREMENTS = 10_000
 
 
@@ -26,6 +32,19 @@ class Phase(NamedTuple):
     step: int
     sample: int
     batch: int
+
+
+class Ramp(NamedTuple):
+    """A growing batch, in the order of --rampup_batch_size and --rampup_round."""
+
+    start: int  # sequences in the first batch
+    increment: int
+    samples: int  # sequences after which the global batch is reached
+    multiple: int = 1  # each batch is rounded down to a multiple of this
+
+    def round_down(self, batch: int) -> int:
+        """Returns the batch as a multiple; at least one multiple, because no step is empty."""
+        return max(batch // self.multiple, 1) * self.multiple
 
 
 @dataclass(frozen=True)
@@ -39,7 +58,7 @@ class BatchPlan:
     grad_accum_steps: int
     dp_size: int
     rampup: tuple[int, ...] = ()
-    cuts_micro_steps: bool = False  # --rampup_micro_batch: smaller micro-batches before the end
+    ramps_micro_batch: bool = False  # --rampup_micro_batch: smaller micro-batches before the end
 
     @property
     def global_batch_size(self) -> int:
@@ -48,29 +67,30 @@ class BatchPlan:
     @property
     def factors(self) -> str:
         """Returns the factors of the global batch for the log."""
-        factors = {
-            "sequence": self.batch_size,
-            "rank": self.dp_size,
-            "accumulation step": self.grad_accum_steps,
-        }
-        return " x ".join(counted(number, noun) for noun, number in factors.items())
+        sequences = counted(self.batch_size, "sequence")
+        ranks = counted(self.dp_size, "rank")
+        steps = counted(self.grad_accum_steps, "accumulation step")
+        return f"{sequences} x {ranks} x {steps}"
 
-    @property
+    @cached_property
+    def ramp(self) -> Ramp:
+        return Ramp(*self.rampup)
+
+    @cached_property
     def increments(self) -> int:
-        return (self.global_batch_size - self.rampup[0]) // self.rampup[1]
+        return (self.global_batch_size - self.ramp.start) // self.ramp.increment
 
     def batch_at(self, samples_seen: int) -> int:
         """Returns the global batch size of the step after `samples_seen` sequences."""
-        if not self.rampup or samples_seen >= self.rampup[2]:
+        if not self.rampup or samples_seen >= self.ramp.samples:
             return self.global_batch_size
-        start, increment, samples, *rounding = self.rampup
-        multiple = rounding[0] if rounding else 1
-        batch = start + increment * (samples_seen * self.increments // samples)
-        return max(batch // multiple, 1) * multiple
+        ramp = self.ramp
+        increments_so_far = samples_seen * self.increments // ramp.samples
+        return ramp.round_down(ramp.start + increments_so_far * ramp.increment)
 
     def micro_batch_at(self, local_batch: int) -> int:
         """Returns the micro-batch size of a step with `local_batch` sequences on this rank."""
-        if not self.cuts_micro_steps:
+        if not self.ramps_micro_batch:
             return self.batch_size
         return max(divisors(local_batch, self.batch_size))
 
@@ -80,11 +100,12 @@ class BatchPlan:
         They are tried one by one, hence the limit.
         """
         unit = self.batch_size * self.grad_accum_steps
-        if self.rampup and not self.cuts_micro_steps:
-            start, increment, _, *rounding = self.rampup
-            common = math.gcd(start, increment, self.global_batch_size)
-            multiple = rounding[0] if rounding else 1
-            unit = (multiple if common % multiple else common) // self.dp_size
+        if self.rampup and not self.ramps_micro_batch:
+            ramp = self.ramp
+            common = math.gcd(ramp.start, ramp.increment, self.global_batch_size)
+            if common % ramp.multiple:
+                common = ramp.multiple  # rounding changes batches: only this divides all of them
+            unit = common // self.dp_size
         return divisors(max(unit, 1), most)
 
     def phases(self, samples_seen: int = 0) -> tuple[Phase, ...]:
@@ -94,31 +115,53 @@ class BatchPlan:
     def samples_in(self, steps: int, samples_seen: int = 0) -> int:
         """Returns the sequences of the next `steps` steps."""
         phases = self.phases(samples_seen)
-        phase = phases[bisect_right(phases, steps, key=lambda each: each.step) - 1]
+        index = bisect_right(phases, steps, key=lambda phase: phase.step) - 1
+        phase = phases[index]  # the last one that begins within these steps
         return phase.sample + (steps - phase.step) * phase.batch
 
     def steps_for(self, samples: int, samples_seen: int = 0) -> int:
         """Returns the minimum number of next steps with at least `samples` sequences."""
         phases = self.phases(samples_seen)
-        phase = phases[max(0, bisect_left(phases, samples, key=lambda each: each.sample) - 1)]
-        return phase.step + max(0, -(-(samples - phase.sample) // phase.batch))
+        index = bisect_left(phases, samples, key=lambda phase: phase.sample) - 1
+        phase = phases[max(0, index)]  # the one in which the last of these sequences is read
+        steps = ceil_div(samples - phase.sample, phase.batch)
+        return phase.step + max(0, steps)
 
 
 @lru_cache(maxsize=16)  # a ramp may have 10,000 phases, and every step asks for its batch
 def _phases(plan: BatchPlan, samples_seen: int) -> tuple[Phase, ...]:
-    found = [Phase(0, 0, plan.batch_at(samples_seen))]
-    while (last := found[-1]).batch != plan.global_batch_size:
-        seen, samples, n = samples_seen + last.sample, plan.rampup[2], plan.increments
-        changes = (-(-i * samples // n) for i in range(seen * n // samples + 1, n + 1))
-        change = next(at for at in changes if plan.batch_at(at) != last.batch)
-        steps = -(-(change - seen) // last.batch)
+    phases = [Phase(step=0, sample=0, batch=plan.batch_at(samples_seen))]
+    while phases[-1].batch != plan.global_batch_size:
+        last = phases[-1]
+        seen = samples_seen + last.sample
+        # No batch changes within a step: the step that crosses the change is still of this phase.
+        steps = ceil_div(_next_change(plan, seen) - seen, last.batch)
         sample = last.sample + steps * last.batch
-        found.append(Phase(last.step + steps, sample, plan.batch_at(samples_seen + sample)))
-    return tuple(found)
+        phases.append(Phase(last.step + steps, sample, plan.batch_at(samples_seen + sample)))
+    return tuple(phases)
 
 
-def divisors(total: int, most: int) -> list[int]:
-    return [number for number in range(1, min(total, most) + 1) if total % number == 0]
+def _next_change(plan: BatchPlan, seen: int) -> int:
+    """Returns the first number of samples above `seen` at which the batch of a ramp changes."""
+    samples = plan.ramp.samples
+    n = plan.increments
+    batch = plan.batch_at(seen)
+    increments_so_far = seen * n // samples
+    for i in range(increments_so_far + 1, n):
+        at = ceil_div(i * samples, n)
+        if plan.batch_at(at) != batch:  # rounding hides some increments
+            return at
+    return samples
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Returns a / b, rounded up."""
+    return -(-a // b)
+
+
+def divisors(total: int, limit: int) -> list[int]:
+    """Returns the divisors of `total` up to `limit`, ascending."""
+    return [number for number in range(1, min(total, limit) + 1) if total % number == 0]
 
 
 def last_step(
@@ -133,17 +176,24 @@ def last_step(
 
     `step`, `samples_seen`, `tokens_seen`: the progress so far.
     """
-    if cfg.num_tokens is None and cfg.num_samples is None:
-        return 1000 if cfg.num_steps is None else cfg.num_steps
-    tokens = (cfg.num_samples or 0) * seq_length if cfg.num_tokens is None else cfg.num_tokens
-    samples = -(-(tokens - tokens_seen) // seq_length)
-    return max(step + batch.steps_for(samples, samples_seen), 1)
+    if cfg.num_tokens is not None:
+        tokens = cfg.num_tokens
+    elif cfg.num_samples is not None:
+        tokens = cfg.num_samples * seq_length
+    elif cfg.num_steps is not None:
+        return cfg.num_steps
+    else:
+        return DEFAULT_NUM_STEPS
+    samples_left = ceil_div(tokens - tokens_seen, seq_length)
+    return max(step + batch.steps_for(samples_left, samples_seen), 1)
 
 
 def global_batch(cfg: TrainingConfig, dp_size: int) -> int:
     """Returns the sequences per step of a new run; without flags 2 per rank."""
-    factors = (cfg.micro_batch_size or 2) * (cfg.grad_accum_steps or 1)
-    return cfg.global_batch_size or factors * dp_size
+    if cfg.global_batch_size:
+        return cfg.global_batch_size
+    batch_size = cfg.micro_batch_size or DEFAULT_BATCH_SIZE
+    return batch_size * (cfg.grad_accum_steps or 1) * dp_size
 
 
 def plan_batch(
@@ -161,14 +211,17 @@ def plan_batch(
     if kept is None:
         total = global_batch(cfg, dp_size)
         micro = cfg.micro_batch_size
-        largest = micro or 2
+        largest = micro or DEFAULT_BATCH_SIZE
     else:
         total = kept.global_batch_size
-        micro = cfg.micro_batch_size if accum else None
+        micro = cfg.micro_batch_size if accum else None  # without `accum` it is only a maximum
         largest = cfg.micro_batch_size or kept.batch_size
 
-    factors = {"--batch_size": micro, "--grad_accum_steps": accum}
-    given = {name: value for name, value in factors.items() if value}
+    given = dict[str, int]()
+    if micro:
+        given["--batch_size"] = micro
+    if accum:
+        given["--grad_accum_steps"] = accum
     unit = dp_size * math.prod(given.values())
     if total % unit or (len(given) == 2 and total != unit):
         raise UserError(_batch_error(total, dp_size, given, unit, keep_name if kept else ""))
@@ -188,23 +241,28 @@ def plan_batch(
 
 
 def _batch_error(total: int, dp_size: int, given: dict[str, int], unit: int, keep_name: str) -> str:
-    terms = " x ".join([f"data-parallel size {dp_size}", *(f"{n}={v}" for n, v in given.items())])
-    name = "the run's global batch" if keep_name else "--global_batch_size"
-    if len(given) == 2:
-        rule, closest = f"must equal {terms} = {unit}", [unit]
+    factors = f"data-parallel size {dp_size}"
+    for name, value in given.items():
+        factors += f" x {name}={value}"
+    if len(given) == 2:  # with the data-parallel size, every factor is set
+        rule = f"must equal {factors} = {unit}"
+        valid = [unit]
     else:
-        rule = f"must be divisible by {unit} (= {terms})"
-        closest = [n for n in (total // unit * unit, (total // unit + 1) * unit) if n]
-    fix = " or ".join(map(str, closest))
-    fix = (
-        f"set --global_batch_size={fix} {keep_name}"
-        if keep_name
-        else f"closest valid values: {fix}"
-    )
+        rule = f"must be divisible by {unit} (= {factors})"
+        below = total // unit * unit
+        valid = [below, below + unit] if below else [unit]
+    values = " or ".join(map(str, valid))
+    if keep_name:
+        error = (
+            f"the run's global batch={total} {rule}; set --global_batch_size={values} {keep_name}"
+        )
+    else:
+        error = f"--global_batch_size={total} {rule}; closest valid values: {values}"
     if total % dp_size:
-        ranks = ", ".join(map(str, divisors(total, 65_536)[:40]))
-        fix += f"; or a data-parallel size of {ranks}"
-    return f"{name}={total} {rule}; {fix}"
+        # A large batch has too many divisors to try them all, and to print them all.
+        sizes = ", ".join(map(str, divisors(total, 65_536)[:40]))
+        error += f"; or a data-parallel size of {sizes}"
+    return error
 
 
 def check_ramp(plan: BatchPlan, *, keeps_steps: bool = False) -> None:
@@ -212,34 +270,41 @@ def check_ramp(plan: BatchPlan, *, keeps_steps: bool = False) -> None:
 
     `keeps_steps`: --grad_accum_steps is set, so another batch_size is not a fix.
     """
-    (start, increment, samples, *rounding), end = plan.rampup, plan.global_batch_size
-    multiple = rounding[0] if rounding else 1
-    quoted = f"--rampup_batch_size={start},{increment},{samples}"
-    if start >= end:
+    ramp = plan.ramp
+    end = plan.global_batch_size
+    quoted = f"--rampup_batch_size={ramp.start},{ramp.increment},{ramp.samples}"
+    if ramp.start >= end:
         raise UserError(
             f"{quoted} must start below --global_batch_size={end}; lower the start, or set a larger "
             "--global_batch_size"
         )
-    increments, rest = divmod(end - start, increment)
-    if rest or not 1 <= increments <= MAX_INCREMENTS:
+    increments, remainder = divmod(end - ramp.start, ramp.increment)
+    if remainder or not 1 <= increments <= MAX_INCREMENTS:
         raise UserError(
             f"{quoted} must reach --global_batch_size={end} in 1 to {MAX_INCREMENTS:,} whole "
-            f"increments; choose an increment that divides {end - start}"
+            f"increments; choose an increment that divides {end - ramp.start}"
         )
-    if end % multiple:
-        near = math.gcd(end, multiple)
-        raise UserError(f"--rampup_round={multiple} must divide {end}; for example {near}")
-    unit = plan.dp_size * (1 if plan.cuts_micro_steps else plan.batch_size)
-    batches = [start + i * increment for i in range(increments + 1)]
-    wrong = [b for b in batches if max(b // multiple, 1) * multiple % unit]
-    if wrong:
-        fixes = [f"--rampup_round={unit}"] if end % unit == 0 else []
-        common = math.gcd(start, increment, end)
-        if common % plan.dp_size == 0:
-            fixes += [f"--batch_size={common // plan.dp_size}"] * (not keeps_steps)
-            fixes.append("--rampup_micro_batch=True")
-        raise UserError(
-            f"{quoted} must have only batches divisible by {unit} (= data-parallel size x "
-            f"batch_size), unlike {', '.join(map(str, wrong[:5]))}; set "
-            f"{' or '.join(fixes) or 'another start and increment'}"
-        )
+    if end % ramp.multiple:
+        near = math.gcd(end, ramp.multiple)
+        raise UserError(f"--rampup_round={ramp.multiple} must divide {end}; for example {near}")
+
+    unit = plan.dp_size
+    if not plan.ramps_micro_batch:
+        unit *= plan.batch_size
+    batches = range(ramp.start, end + 1, ramp.increment)
+    wrong = [batch for batch in batches if ramp.round_down(batch) % unit]
+    if not wrong:
+        return
+    fixes = []
+    if end % unit == 0:
+        fixes.append(f"--rampup_round={unit}")
+    common = math.gcd(ramp.start, ramp.increment, end)
+    if common % plan.dp_size == 0:
+        if not keeps_steps:
+            fixes.append(f"--batch_size={common // plan.dp_size}")
+        fixes.append("--rampup_micro_batch=True")
+    raise UserError(
+        f"{quoted} must have only batches divisible by {unit} (= data-parallel size x "
+        f"batch_size), unlike {', '.join(map(str, wrong[:5]))}; set "
+        f"{' or '.join(fixes) or 'another start and increment'}"
+    )

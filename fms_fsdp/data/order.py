@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
-from itertools import count
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -37,35 +36,37 @@ from fms_fsdp.data.mixture import NUM_SLOTS, Mixture
 from fms_fsdp.data.permute import I64, derive_key, hash64, permute
 from fms_fsdp.errors import UserError
 
-CHUNK_TOKENS, CHUNKS = 1 << 18, 16  # in a large source: tokens per chunk, chunks per window
-FEW_CHUNKS, SMALL_CHUNK = 4, 16  # in a small source: chunks per window, sequences per chunk
+CHUNKS = 16  # per window of a large source
+CHUNK_TOKENS = 1 << 18  # per chunk of a large source
+# In a small source: 4 chunks of 16 sequences, because 16 of 4 cut twice as many documents.
+FEW_CHUNKS = 4
+SMALL_CHUNK = 16
 MIN_WINDOWS = 8  # per logical shard and epoch
 MAX_STEPS = 1 << 40
 PLANNED_SEQUENCES = 512
-_ROTATION, _CHUNKS, _EXTRA, _DOCUMENTS = range(1, 5)  # parts of the keys derived here
+
+# Parts of the derived keys, so that two uses never share a key.
+_ROTATION = 1
+_CHUNKS = 2
+_EXTRA = 3
+_DOCUMENTS = 4
 
 
 def fit_logical_shards(num_sequences: int, share: float, logical_shards: int) -> int:
     """Returns the number of logical shards of a source that supplies `share` of the mixture."""
-    fitting = num_sequences // (MIN_WINDOWS * FEW_CHUNKS * SMALL_CHUNK)
+    smallest_window = FEW_CHUNKS * SMALL_CHUNK  # in sequences
+    fitting = num_sequences // (MIN_WINDOWS * smallest_window)
     return max(1, min(round(share * logical_shards), fitting))
 
 
-class Cut(NamedTuple):
-    """How an epoch is cut.
+class EpochLayout(NamedTuple):
+    """How the sequences of an epoch are split."""
 
-    chunks       chunks per window
-    chunk        sequences per chunk
-    rounds       windows per logical shard
-    num_chunks   chunks in the epoch
-    extra        sequences that are not part of a chunk
-    """
-
-    chunks: int
-    chunk: int
-    rounds: int
+    chunks_per_window: int
+    chunk_size: int  # in sequences
+    rounds: int  # windows per logical shard
     num_chunks: int
-    extra: int
+    num_extra: int  # sequences that are not part of a chunk
 
 
 @dataclass(frozen=True)
@@ -83,56 +84,89 @@ class SourceOrder:
         return self.num_tokens // self.seq_length
 
     @cached_property
-    def cut(self) -> Cut:
-        """Returns how the ring is cut: windows as large as 8 rounds of them allow, and chunks that
-        divide the sequences of the rounds evenly."""
-        most = max(1, CHUNK_TOKENS // self.seq_length)
-        window = min(most * CHUNKS, self.num_sequences // (MIN_WINDOWS * self.logical_shards))
-        chunks = min(CHUNKS, max(FEW_CHUNKS, window // min(most, SMALL_CHUNK)))
-        per_round, chunk = self.logical_shards * chunks, window // chunks
-        rounds = self.num_sequences // (per_round * chunk) if chunk else 0
-        chunk = self.num_sequences // (per_round * rounds) if rounds else 0
+    def layout(self) -> EpochLayout:
+        """Returns the layout of every epoch: windows as large as 8 rounds of them allow, and chunks
+        that divide the sequences of the rounds evenly.
+
+        Example: 10,000 sequences of 1,024 tokens, 4 logical shards. A window has at most
+        10,000 / (8 rounds x 4 shards) = 312 sequences, so 16 chunks of 19. The epoch has
+        8 x 4 x 16 = 512 chunks and 10,000 - 512 x 19 = 272 extra sequences.
+        """
+        max_chunk = max(1, CHUNK_TOKENS // self.seq_length)  # sizes are in sequences
+        fair_window = self.num_sequences // (MIN_WINDOWS * self.logical_shards)
+        window = min(max_chunk * CHUNKS, fair_window)
+        small_chunks = window // min(max_chunk, SMALL_CHUNK)
+        chunks = min(max(small_chunks, FEW_CHUNKS), CHUNKS)
+        chunk_size = window // chunks
+        if chunk_size == 0:
+            return EpochLayout(chunks, 0, 0, 0, self.num_sequences)
+        per_round = self.logical_shards * chunks
+        rounds = self.num_sequences // (per_round * chunk_size)
         num_chunks = per_round * rounds
-        return Cut(chunks, chunk, rounds, num_chunks, self.num_sequences - num_chunks * chunk)
+        # The divisions above rounded down: larger chunks may leave fewer sequences over.
+        chunk_size = self.num_sequences // num_chunks
+        num_extra = self.num_sequences - num_chunks * chunk_size
+        return EpochLayout(chunks, chunk_size, rounds, num_chunks, num_extra)
 
     @cached_property
     def _key(self) -> int:
         return derive_key(self.seed, hash64(self.name))
 
     def locate(self, n: I64) -> tuple[I64, I64, I64]:
-        """Returns the epoch, the window in the epoch and the index in the window of sequences n."""
-        cut, num_main = self.cut, self.num_sequences - self.cut.extra
-        epoch, x = np.divmod(n, self.num_sequences)
-        is_extra = x >= num_main
-        turn, logical_shard = np.divmod(x - is_extra * num_main, self.logical_shards)
-        round_, index = np.divmod(turn, np.where(is_extra, CHUNKS, cut.chunks * cut.chunk))
-        window = (round_ + is_extra * cut.rounds) * self.logical_shards + logical_shard
+        """Returns the epoch, the window in the epoch and the index in the window of sequences n.
+
+        Consecutive sequences come from the logical shards in turn. Window w belongs to logical
+        shard w mod L; the windows of extra sequences have the last numbers.
+        """
+        layout = self.layout
+        num_main = self.num_sequences - layout.num_extra
+        epoch, in_epoch = np.divmod(n, self.num_sequences)
+        is_extra = in_epoch >= num_main
+        in_part = in_epoch - is_extra * num_main  # of the main or of the extra sequences
+        turn, logical_shard = np.divmod(in_part, self.logical_shards)
+        main_window = layout.chunks_per_window * layout.chunk_size  # in sequences
+        round_, index = np.divmod(turn, np.where(is_extra, CHUNKS, main_window))
+        window = (round_ + is_extra * layout.rounds) * self.logical_shards + logical_shard
         return epoch, window, index
 
     def spread(self, window: I64) -> npt.NDArray[np.float64]:
         """Returns a number in [0, 1) for the logical shard of each window: far apart for
         neighbours."""
         shards = self.logical_shards
-        stride = next(i for i in count(int(0.618 * shards) + 1) if gcd(i, shards) == 1)
+        stride = int(0.618 * shards) + 1  # golden ratio: consecutive multiples are far apart
+        while gcd(stride, shards) != 1:  # with a common divisor two shards would share a number
+            stride += 1
         return window * stride % shards / shards
 
     def ranges(self, epoch: int, window: int) -> tuple[list[int], int]:
-        """Returns where on the ring the ranges of a window begin, and the tokens in each."""
-        cut, (round_, logical_shard) = self.cut, divmod(window, self.logical_shards)
-        if round_ < cut.rounds:
-            chunks = round_ * cut.chunks + np.arange(cut.chunks)
-            number = chunks * self.logical_shards + logical_shard
-            i = permute(number, cut.num_chunks, derive_key(self._key, _CHUNKS, epoch))
-            first, length = i * cut.chunk + i * cut.extra // cut.num_chunks, cut.chunk
+        """Returns where on the ring the ranges of a window begin, and the tokens in each.
+
+        The extra sequences are distributed over the ring: i * E // C of E come before chunk i of C.
+        Example of C = 4, E = 2:   chunk 0 | chunk 1 | extra 0 | chunk 2 | chunk 3 | extra 1
+        """
+        layout = self.layout
+        round_, logical_shard = divmod(window, self.logical_shards)
+        if round_ < layout.rounds:
+            turn = round_ * layout.chunks_per_window + np.arange(layout.chunks_per_window)
+            number = turn * self.logical_shards + logical_shard
+            key = derive_key(self._key, _CHUNKS, epoch)
+            chunk = permute(number, layout.num_chunks, key)
+            extra_before = chunk * layout.num_extra // layout.num_chunks
+            first = chunk * layout.chunk_size + extra_before
+            num_sequences = layout.chunk_size
         else:
-            chunks = (round_ - cut.rounds) * CHUNKS + np.arange(CHUNKS)
-            number = chunks * self.logical_shards + logical_shard
+            turn = (round_ - layout.rounds) * CHUNKS + np.arange(CHUNKS)
+            number = turn * self.logical_shards + logical_shard
+            number = number[number < layout.num_extra]  # the last windows are not full
             key = derive_key(self._key, _EXTRA, epoch)
-            j = permute(number[number < cut.extra], cut.extra, key)
-            first, length = -(-(j + 1) * cut.num_chunks // cut.extra) * cut.chunk + j, 1
+            extra = permute(number, layout.num_extra, key)
+            # The inverse of `extra_before`: (extra + 1) * C / E, rounded up.
+            chunks_before = -(-(extra + 1) * layout.num_chunks // layout.num_extra)
+            first = chunks_before * layout.chunk_size + extra
+            num_sequences = 1
         rotation = derive_key(self._key, _ROTATION, epoch) % self.num_tokens
         starts: list[int] = ((first * self.seq_length + rotation) % self.num_tokens).tolist()
-        return starts, self.seq_length * length
+        return starts, num_sequences * self.seq_length
 
     def document_key(self, epoch: int, window: int) -> int:
         """Returns the key that shuffles the documents of a window."""
@@ -175,22 +209,25 @@ class Phase:
 
     def supplied(self, step: int) -> Counter[str]:
         """Returns how many sequences each source has supplied before `step`, skipped ones too."""
-        return Counter(self.base) + Counter(
-            self.mixture.counts(self.first + self.sequences_before(step))
-        )
+        of_mixture = self.mixture.counts(self.first + self.sequences_before(step))
+        return Counter(self.base) + Counter(of_mixture)
 
     def settings(self) -> dict[str, Any]:
         """Returns name -> value of the settings that a user can change."""
-        shares = {f"weight of {name}": n / NUM_SLOTS for name, n in self.quotas.items()}
-        return shares | {"global batch": self.batch, "batch ramp": list(self.ramp)}
+        settings: dict[str, Any] = {"global batch": self.batch, "batch ramp": list(self.ramp)}
+        for name, quota in self.quotas.items():
+            settings[f"weight of {name}"] = quota / NUM_SLOTS
+        return settings
 
     def next(self, after: int, batch: int, quotas: dict[str, int], ramp: Sequence[int]) -> Phase:
         """Returns the phase that follows after a step; the same mixture continues."""
-        num_sequences, base = self.sequences_before(after + 1), self.base
-        first, seen = self.first + num_sequences, self.seen + num_sequences
-        if quotas != self.quotas:
-            first, base = 0, dict(sorted(self.supplied(after + 1).items()))
-        return Phase(after, batch, quotas, ramp, base, first, seen)
+        num_sequences = self.sequences_before(after + 1)
+        seen = self.seen + num_sequences
+        if quotas == self.quotas:
+            return Phase(after, batch, quotas, ramp, self.base, self.first + num_sequences, seen)
+        # A new mixture begins at its first sequence; each source continues after its last one.
+        base = dict(sorted(self.supplied(after + 1).items()))
+        return Phase(after, batch, quotas, ramp, base, 0, seen)
 
 
 class History:
@@ -205,14 +242,15 @@ class History:
         Raises:
             UserError: the data of the run begin after the step.
         """
-        index = bisect_right(self.phases, step - 1, key=lambda phase: phase.after)
-        if index == 0:
-            begin = self.phases[0].after + 1
+        # Two phases may begin after the same step, a change and a skip: the last one is valid.
+        num_begun = bisect_right(self.phases, step - 1, key=lambda phase: phase.after)
+        if num_begun == 0:
+            first_step = self.phases[0].after + 1
             raise UserError(
-                f"--step={step} must be at least {begin}, where the data of the run begin; set "
-                f"--step={begin}"
+                f"--step={step} must be at least {first_step}, where the data of the run begin; set "
+                f"--step={first_step}"
             )
-        return self.phases[index - 1]
+        return self.phases[num_begun - 1]
 
     def position(self, step: int) -> Counter[str]:
         """Returns the number of the first sequence of each source after `step`."""
@@ -224,8 +262,9 @@ class History:
         total = Counter[str]()
         stops = [phase.after for phase in self.phases[1:]] + [MAX_STEPS]
         for phase, stop in zip(self.phases, stops, strict=True):
-            if phase.after < min(stop, step):
-                total += phase.supplied(min(stop, step) + 1) - phase.supplied(phase.after + 1)
+            last = min(stop, step)
+            if phase.after < last:
+                total += phase.supplied(last + 1) - phase.supplied(phase.after + 1)
         return total
 
     def first_step_beyond(self, names: Sequence[str], num_sequences: int, step: int) -> int:
@@ -250,32 +289,42 @@ class History:
             UserError: a skip begins at a step that was trained already.
         """
         kept = [phase for phase in self.phases if phase.after <= step]
-        coming = {tuple(phase.skip) for phase in self.phases[len(kept) :]}
         done = {tuple(phase.skip) for phase in kept}
-        last, before, now = kept[-1], kept[-1].settings(), wanted.settings()
-        names = [name for name in sorted({**before, **now}) if before.get(name) != now.get(name)]
-        changes = [f"{name}: {before.get(name)} -> {now.get(name)}" for name in names]
+        # Skips of later steps are planned again: the batch and mixture may change before them.
+        planned = {tuple(phase.skip) for phase in self.phases[len(kept) :]}
+
+        changes = []
+        last = kept[-1]
+        before = last.settings()
+        now = wanted.settings()
+        for name in sorted({**before, **now}):
+            if before.get(name) != now.get(name):
+                changes.append(f"{name}: {before.get(name)} -> {now.get(name)}")
         if changes:
             kept.append(last.next(step, wanted.batch, wanted.quotas, wanted.ramp))
-        for a, b in sorted({*coming, *map(tuple, skips)} - done):
+
+        for a, b in sorted({*planned, *map(tuple, skips)} - done):
             if a <= step:
                 raise UserError(
                     f"--skip_steps={a}:{b} must begin after step {step}, the last trained step; "
                     "resume from an earlier checkpoint, or remove the range"
                 )
             last = kept[-1]
-            kept.append(last.next(a - 1, last.batch, last.quotas, last.ramp))
-            kept[-1].first, kept[-1].skip = last.first + last.sequences_before(b), (a, b)
-            if (a, b) not in coming:
+            after_skip = last.next(a - 1, last.batch, last.quotas, last.ramp)
+            after_skip.first = last.first + last.sequences_before(b)  # as if a to b - 1 were read
+            after_skip.skip = (a, b)
+            kept.append(after_skip)
+            if (a, b) not in planned:
                 changes.append(f"skip: the sequences planned for steps {a} to {b - 1} are skipped")
         return History(kept), changes
 
     def state(self) -> list[dict[str, Any]]:
         """Returns the phases as JSON values, without empty entries."""
-        kept = [asdict(phase).items() for phase in self.phases]
-        return [
-            {name: value for name, value in items if value or name == "after"} for items in kept
-        ]
+        phases = []
+        for phase in self.phases:
+            values = asdict(phase)
+            phases.append({name: v for name, v in values.items() if v or name == "after"})
+        return phases
 
 
 class Address(NamedTuple):
@@ -292,7 +341,8 @@ class Order:
     """The order of the data of a run. `sources` contains every source that was ever used."""
 
     def __init__(self, sources: Mapping[str, SourceOrder], history: History) -> None:
-        self.sources, self.history = dict(sources), history
+        self.sources = dict(sources)
+        self.history = history
         self._planned = lru_cache(maxsize=1)(self._plan)  # a rank asks for consecutive steps
 
     def addresses(self, step: int, start: int = 0, stop: int | None = None) -> list[Address]:
@@ -302,33 +352,41 @@ class Order:
         step to step a rank reads the same windows.
         """
         phase = self.history.phase(step)
+        # Small batches are planned several steps at a time: calls of numpy dominate.
         num_steps = max(1, PLANNED_SEQUENCES // phase.batch)
-        first = step - (step - 1 - phase.after) % num_steps
-        names, columns = self._planned(first, num_steps)
-        begin = phase.sequences_before(step) - phase.sequences_before(first)
-        mine = slice(begin + start, begin + (phase.batch_at(step) if stop is None else stop))
-        rows = zip(*(column[mine].tolist() for column in columns), strict=True)
-        return [Address(names[source], *location) for source, *location in rows]
+        first_step = step - (step - 1 - phase.after) % num_steps
+        names, columns = self._planned(first_step, num_steps)
+        begin = phase.sequences_before(step) - phase.sequences_before(first_step)
+        if stop is None:
+            stop = phase.batch_at(step)
+        mine = slice(begin + start, begin + stop)
+        sequences = zip(*(column[mine].tolist() for column in columns), strict=True)
+        return [Address(names[source], *numbers) for source, *numbers in sequences]
 
     def address(self, name: str, n: int) -> Address:
         """Returns where sequence n of the source is, whichever step it comes in."""
-        return Address(name, n, *(int(x[0]) for x in self.sources[name].locate(np.array([n]))))
+        epoch, window, position = self.sources[name].locate(np.array([n]))
+        return Address(name, n, int(epoch[0]), int(window[0]), int(position[0]))
 
     def _plan(self, first: int, num_steps: int) -> tuple[tuple[str, ...], list[I64]]:
         """Returns the names of the sources, and columns of the sorted sequences of the steps from
-        `first` on."""
+        `first` on: index of the source, and the fields of `Address` after it."""
         phase = self.history.phase(first)
-        steps = range(first, first + num_steps)
         start = phase.sequences_before(first)
-        source, n = phase.mixture(
-            phase.first + np.arange(start, phase.sequences_before(first + num_steps))
-        )
-        epoch, window, index, spread = (np.empty(len(n), kind) for kind in ("i8", "i8", "i8", "f8"))
+        stop = phase.sequences_before(first + num_steps)
+        source, n = phase.mixture(phase.first + np.arange(start, stop))
+        epoch = np.empty_like(n)
+        window = np.empty_like(n)
+        position = np.empty_like(n)
+        spread = np.empty(len(n))
         for number, name in enumerate(phase.mixture.names):
-            mine, order = np.flatnonzero(source == number), self.sources[name]
+            order = self.sources[name]
+            mine = np.flatnonzero(source == number)
             n[mine] += phase.base.get(name, 0)
-            epoch[mine], window[mine], index[mine] = order.locate(n[mine])
+            epoch[mine], window[mine], position[mine] = order.locate(n[mine])
             spread[mine] = order.spread(window[mine])
-        in_step = np.repeat(np.arange(num_steps), [phase.batch_at(step) for step in steps])
-        sorted_ = np.lexsort((n, source, spread, in_step))
-        return phase.mixture.names, [x[sorted_] for x in (source, n, epoch, window, index)]
+        batches = [phase.batch_at(first + i) for i in range(num_steps)]
+        step = np.repeat(np.arange(num_steps), batches)
+        by_step = np.lexsort((n, source, spread, step))  # the last key decides first
+        columns = (source, n, epoch, window, position)
+        return phase.mixture.names, [column[by_step] for column in columns]

@@ -7,7 +7,7 @@ that hold its shards, for all tensors in one collective. Weight decay is decoupl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,12 +64,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
-def shards_of(
-    params: Tensors, states: list[State], *names: str
-) -> Iterable[Iterator[torch.Tensor]]:
+def shards_of(params: Tensors, states: list[State], *names: str) -> Iterator[Tensors]:
     """Yields the local shards of each parameter, its gradient, and its state of these names."""
     for param, state in zip(params, states, strict=True):
-        yield iter(local_shards((param, param.grad, *(state[name] for name in names))))
+        yield local_shards([param, param.grad, *(state[name] for name in names)])
 
 
 class Lamb(ShardedOptimizer):
@@ -90,17 +88,27 @@ class Lamb(ShardedOptimizer):
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
         beta1, beta2 = group["betas"]
-        weights, updates = local_shards(params), []
+        bias1 = 1 - beta1**step
+        bias2 = 1 - beta2**step
+        weights = local_shards(params)
+        updates = []
         for weight, grad, mean, square in shards_of(params, states, *self.state_names):
             mean.lerp_(grad, 1 - beta1)
             square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            update = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"]).reciprocal_()
-            update.mul_(mean).div_(1 - beta1**step).add_(weight, alpha=group["weight_decay"])
+            # In one buffer: 1 / (√v + ε), times m, plus the decay.
+            update = square.sqrt().div_(math.sqrt(bias2)).add_(group["eps"]).reciprocal_()
+            update.mul_(mean).div_(bias1)
+            update.add_(weight, alpha=group["weight_decay"])
             updates.append(update)
+        # Both kinds of norms in one collective.
         norms = tensor_norms([*weights, *updates], [*params, *params])
-        for i, (weight, update) in enumerate(zip(weights, updates, strict=True)):
-            length, change = norms[i], norms[i + len(weights)]
-            ratio = torch.where((length > 0) & (change > 0), length / change, 1.0)
+        weight_norms = norms[: len(weights)]
+        update_norms = norms[len(weights) :]
+        for weight, update, weight_norm, update_norm in zip(
+            weights, updates, weight_norms, update_norms, strict=True
+        ):
+            has_ratio = (weight_norm > 0) & (update_norm > 0)
+            ratio = torch.where(has_ratio, weight_norm / update_norm, 1.0)
             weight.addcmul_(update, ratio, value=-group["lr"])
 
 
@@ -124,10 +132,11 @@ class NovoGrad(ShardedOptimizer):
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
         beta1, beta2 = group["betas"]
+        one_minus_beta2 = 1 - beta2 if step > 1 else 1.0  # v begins with ‖g‖², not with 0
         norms = tensor_norms(local_shards(param.grad for param in params), params)
         shards = shards_of(params, states, "exp_avg", "norm_sq")
         for norm, (weight, grad, mean, norm_sq) in zip(norms, shards, strict=True):
-            norm_sq.lerp_(norm.square(), 1 - beta2 if step > 1 else 1.0)
+            norm_sq.lerp_(norm.square(), one_minus_beta2)
             mean.mul_(beta1).add_(grad / (norm_sq.sqrt() + group["eps"]))
             mean.add_(weight, alpha=group["weight_decay"])
             weight.add_(mean, alpha=-group["lr"])
@@ -150,14 +159,18 @@ class Madgrad(ShardedOptimizer):
         super().__init__(params, lr=lr, momentum=momentum, eps=eps, weight_decay=weight_decay)
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
-        scale = group["lr"] * step**0.5
+        lr = group["lr"]
+        decay = 1 - lr * group["weight_decay"]
+        scale = lr * step**0.5  # λ
         for weight, grad, total, square, first in shards_of(params, states, *self.state_names):
             if step == 1:
                 first.copy_(weight)  # weights may be loaded after the optimizer is built
             total.add_(grad, alpha=scale)
             square.addcmul_(grad, grad, value=scale)
-            z = square.pow(1 / 3).add_(group["eps"]).reciprocal_().mul_(total).neg_().add_(first)
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).lerp_(z, 1 - group["momentum"])
+            # In one buffer: 1 / (∛ν + ε), times s, subtracted from w0.
+            z = square.pow(1 / 3).add_(group["eps"]).reciprocal_()
+            z.mul_(total).neg_().add_(first)
+            weight.mul_(decay).lerp_(z, 1 - group["momentum"])
 
 
 class Adafactor(ShardedOptimizer):
@@ -193,30 +206,47 @@ class Adafactor(ShardedOptimizer):
         return {"row_var": zeros_along(param, 0), "col_var": zeros_along(param, 1)}
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
-        new = step ** group["beta2_decay"]  # 1 − β
-        weights, updates = local_shards(params), []
-        weight_norms = tensor_norms(weights, params)
+        one_minus_beta = step ** group["beta2_decay"]
+        weights = local_shards(params)
+        updates = []
         for param, state in zip(params, states, strict=True):
             (grad,) = local_shards([param.grad])
             if "variance" in state:
-                variance = local_shard(state["variance"]).lerp_(grad.square(), new)
+                variance = local_shard(state["variance"])
+                variance.lerp_(grad.square(), one_minus_beta)
             else:
-                row, column = local_shard(state["row_var"]), local_shard(state["col_var"])
-                for dim, mean in ((1, row), (0, column)):
-                    square = torch.linalg.vector_norm(grad, dim=dim, keepdim=True).square()
-                    reduce_over_shards([square], [param], dim)
-                    mean.lerp_(square / param.shape[dim], new)
-                total = row.sum()
-                reduce_over_shards([total], [param], 0)
-                variance = row * (column / (total / param.shape[0]).clamp(min=group["eps1"]))
-            updates.append(variance.clamp(min=group["eps1"] ** 2).rsqrt_().mul_(grad))
+                variance = self._matrix_variance(param, grad, state, one_minus_beta, group["eps1"])
+            update = variance.clamp(min=group["eps1"] ** 2).rsqrt_()
+            updates.append(update.mul_(grad))
+        weight_norms = tensor_norms(weights, params)
         update_norms = tensor_norms(updates, params)
+        decay = 1 - group["lr"] * group["weight_decay"]
         lr = min(group["lr"], step**-0.5)
         for i, (weight, update) in enumerate(zip(weights, updates, strict=True)):
-            size = params[i].numel() ** 0.5
-            factor = (weight_norms[i] / size).clamp(min=group["eps2"])
-            factor /= (update_norms[i] / (size * group["d"])).clamp(min=1)
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(update, factor, value=-lr)
+            root = params[i].numel() ** 0.5  # RMS = norm / root
+            factor = (weight_norms[i] / root).clamp(min=group["eps2"])
+            factor /= (update_norms[i] / (root * group["d"])).clamp(min=1)
+            weight.mul_(decay).addcmul_(update, factor, value=-lr)
+
+    def _matrix_variance(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: State,
+        one_minus_beta: float,
+        eps: float,
+    ) -> torch.Tensor:
+        """Updates the means of rows and columns, and returns this rank's shard of V."""
+        row = local_shard(state["row_var"])  # (rows, 1)
+        column = local_shard(state["col_var"])  # (1, columns)
+        for dim, mean in ((1, row), (0, column)):
+            square = torch.linalg.vector_norm(grad, dim=dim, keepdim=True).square()
+            reduce_over_shards([square], [param], dim)
+            mean.lerp_(square / param.shape[dim], one_minus_beta)
+        total = row.sum()
+        reduce_over_shards([total], [param], 0)
+        mean_of_rows = total / param.shape[0]
+        return row * (column / mean_of_rows.clamp(min=eps))
 
 
 class SM3(ShardedOptimizer):
@@ -239,22 +269,27 @@ class SM3(ShardedOptimizer):
         return mean | {"row_max": zeros_along(param, 0), "col_max": zeros_along(param, 1)}
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
+        lr = group["lr"]
+        momentum = group["momentum"]
+        decay = 1 - lr * group["weight_decay"]
         for param, state in zip(params, states, strict=True):
             weight, grad = local_shards((param, param.grad))
             if "sum" in state:
                 bound = local_shard(state["sum"]).addcmul_(grad, grad)
             else:
-                row, column = local_shard(state["row_max"]), local_shard(state["col_max"])
+                row = local_shard(state["row_max"])  # (rows, 1)
+                column = local_shard(state["col_max"])  # (1, columns)
                 bound = torch.minimum(row, column).addcmul_(grad, grad)
                 row.copy_(bound.amax(1, keepdim=True))
                 if len(bound):  # a rank without rows keeps the old bound, which never falls
                     column.copy_(bound.amax(0, keepdim=True))
                 reduce_over_shards([row], [param], 1, dist.ReduceOp.MAX)
                 reduce_over_shards([column], [param], 0, dist.ReduceOp.MAX)
-            update = grad * bound.clamp(min=torch.finfo(bound.dtype).tiny).rsqrt()
-            if group["momentum"]:
-                update = local_shard(state["exp_avg"]).lerp_(update, 1 - group["momentum"])
-            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+            tiny = torch.finfo(bound.dtype).tiny  # makes 0 / √0 zero
+            update = grad * bound.clamp(min=tiny).rsqrt()
+            if momentum:
+                update = local_shard(state["exp_avg"]).lerp_(update, 1 - momentum)
+            weight.mul_(decay).add_(update, alpha=-lr)
 
 
 class Rprop(torch.optim.Rprop):

@@ -71,7 +71,7 @@ def check_layout(
     unsupported = {  # feature: whether it is on, the axes that cannot shard it
         "--pos_emb=relative": (model.pos_emb == "relative", ("cp", "pp")),
         "--tie_embeddings": (model.tie_embeddings, ("pp",)),
-        "--rampup_micro_batch": (batch.cuts_micro_steps, ("pp",)),
+        "--rampup_micro_batch": (batch.ramps_micro_batch, ("pp",)),
         "--model_builder": (model.model_builder, ("tp", "cp", "pp")),
         "--teacher_path": (cfg.training.teacher_path, ("tp", "cp", "pp")),
     }

@@ -47,7 +47,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
-from fms_fsdp.state import TrainMetadata
+from fms_fsdp.state import CurrentStep, TrainMetadata
 from tests.checkpoint.signing import sign
 from tests.distributed.launch import run_ranks
 from tests.specs import resolved
@@ -104,7 +104,7 @@ def manager_of(
     run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=section), saved_with=RECORD)
     stream = SimpleNamespace(state_dict=dict)
     seen: dict[str, Any] = dict(
-        tokens_seen=96, samples_seen=0, val_loss=None, metrics={}, loss_scale=None
+        tokens_seen=96, samples_seen=0, val_loss=None, current=CurrentStep(), loss_scale=None
     )
     health = dict(non_finite_steps=0, last_finite_step=0, evaluation_pending=False)
     ends = dict(step=0, num_steps=100, stop_reason="", is_done=False)

@@ -348,7 +348,7 @@ def test_shuffle_is_random_across_chunks(tmp_path: Path) -> None:
     order = s.order.sources["web"]
     cells = np.zeros((16, 16))
     starts = np.cumsum([0] + [len(document) for document in files.documents["web"][0]])
-    for window in range(order.cut.rounds):
+    for window in range(order.layout.rounds):
         begins, length = order.ranges(0, window)
         assert len(begins) == 16
         pieces = s.segments("web", 0, window)
