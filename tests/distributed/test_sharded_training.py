@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -34,14 +34,12 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One training run: parallel flags, micro-steps per step, tied embedding, precision, and the backend of
-    torch.compile."""
+    """One training run: parallel flags, micro-steps per step, tied embedding, precision."""
 
     flags: tuple[tuple[str, Any], ...] = ()
     accum: int = 1
     tied: bool = False
     precision: Precision = FP32
-    backend: str = "aot_eager"
 
     @property
     def section(self) -> ParallelConfig:
@@ -91,7 +89,7 @@ QUICK = {
     },
 }
 COMPILED = {
-    "fsdp compile": replace(case(**FSDP, use_torch_compile=True), backend="inductor"),
+    "fsdp compile": case(**FSDP, use_torch_compile=True),
     "fsdp compile segments": case(
         2, **FSDP, use_torch_compile=True, recompute="blocks", recompute_segment=2
     ),
@@ -134,16 +132,14 @@ def weights_digest(model: torch.nn.Module) -> str:
 def build(one: Case) -> tuple[Llama, Mesh]:
     section = one.section
     mesh = mesh_of(section)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=one.backend))
-        model = parallelize(
-            config(one.tied),
-            section,
-            mesh,
-            device=torch.device("cpu"),
-            precision=one.precision,
-            seed=5,
-        )
+    model = parallelize(
+        config(one.tied),
+        section,
+        mesh,
+        device=torch.device("cpu"),
+        precision=one.precision,
+        seed=5,
+    )
     return model, mesh
 
 
