@@ -114,6 +114,20 @@ def running(
         fork.join()
 
 
+def start_fork(
+    program: str,
+    flags: Sequence[str],
+    settings: dict[str, str],
+    cwd: Path,
+    streams: Sequence[str],
+    before: Callable[[], None] | None = None,
+) -> BaseProcess:
+    """Starts a launch or a command with these variables and files as its standard streams."""
+    fork = _fork(program, flags, settings, cwd, streams, before=before)
+    fork.start()
+    return fork
+
+
 def _fork(
     program: str,
     flags: Sequence[str],
@@ -217,7 +231,7 @@ def _status_of(error: BaseException) -> int:
 def _open_streams(*paths: str) -> None:
     """The standard streams of the process, from input to errors, are these files."""
     for number, path in enumerate(paths):
-        file = os.open(path, os.O_RDWR | os.O_APPEND if number else os.O_RDONLY)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
     sys.stdin, sys.stdout, sys.stderr = (
