@@ -117,14 +117,29 @@ def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
     assert shown == table(recipes), "take what `python benchmarks/parallel_recipes.py` prints"
 
 
-def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:
+def page_of_settings() -> str:
+    page = (ROOT / "docs" / "reference" / "parallelism-tables.md").read_text()
+    return page.partition("<!-- settings -->\n")[2].partition("\n<!-- end -->")[0]
+
+
+def test_the_page_shows_settings_that_a_launch_chooses_today() -> None:
+    """Of the smallest model: of one device, of one node, of many nodes."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from settings_by_devices import setting
+
+    shown = page_of_settings().splitlines()
+    for devices in (1, 8, 64):
+        assert setting("7b", devices).row in shown, devices
+
+
+@pytest.mark.slow
+def test_the_page_shows_all_settings_of_today() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from settings_by_devices import DEVICES, MODELS, setting, table
 
-    page = (ROOT / "docs" / "reference" / "parallelism-tables.md").read_text()
-    shown = page.partition("<!-- settings -->\n")[2].partition("\n<!-- end -->")[0]
     settings = [setting(model, devices) for devices in DEVICES for model in MODELS]
-    assert shown == table(settings), "take what `python benchmarks/settings_by_devices.py` prints"
+    advice = "take what `python benchmarks/settings_by_devices.py` prints"
+    assert page_of_settings() == table(settings), advice
 
 
 def test_every_script_of_results_takes_output() -> None:
