@@ -117,7 +117,7 @@ def read_by_its_parser(line: str) -> None:
             for case in bench.cases(bench.parse(rest)[1]):
                 _parse(TrainConfig, [f"--{flag}={value}" for flag, value in case.items()])
             return None
-        if word.startswith(("scripts/", "benchmarks/", "fms_fsdp.tools.")):
+        if word.startswith(("scripts/", "benchmarks/", "fms_fsdp.tools.", "tests.gpu.")):
             file = ROOT / (word if "/" in word else word.replace(".", "/") + ".py")
             flags = [flag.partition("=")[0] for flag in rest if flag.startswith("--")]
             assert file.is_file() and all(flag in file.read_text() for flag in flags), line
