@@ -13,13 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fms_fsdp.data.batch import Batch
 from tests.cli import ROOT
 from tests.distributed.launch import run_ranks
 from tests.gpu.shared_cases import Case, all_cases
 from tests.gpu.shared_gpu import (
     Results,
     Start,
+    cut_into_documents,
     outcomes,
     run_cases,
     run_collectives,
@@ -95,6 +98,14 @@ def test_shared_cases_have_a_verdict(tmp_path: Path) -> None:
     hung = next(outcomes(replace(start, cases=[fsdp], timeout_s=0.0), math.inf))[1]
     assert hung.status == "hung"
     assert not results.has_passed("wrong") and results.has_passed("rejected")
+
+
+def test_cases_of_document_masks_have_documents() -> None:
+    """Synthetic tokens are one document, whose mask would be no other than the causal one."""
+    tokens = torch.tensor([[5, 16, 7, 8, 32, 48], [16, 1, 2, 3, 4, 5]])
+    batch = cut_into_documents(Batch(tokens, tokens, tokens.int(), tokens.int()))
+    assert batch.document_ids_BS.tolist() == [[0, 1, 1, 1, 2, 3], [0, 0, 0, 0, 0, 0]]
+    assert batch.positions_BS.tolist() == [[0, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5]]
 
 
 def test_plain_torch_runs_the_collectives_of_every_layout() -> None:

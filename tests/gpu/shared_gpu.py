@@ -197,6 +197,8 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
         norms = list[float]()
         for _ in range(run.num_steps):
             batch = next_batch(recipe, state)
+            if cfg.data.document_mask:
+                batch = cut_into_documents(batch)
             result = train_step(recipe, state, batch, timer)
             num_sequences, length = batch.tokens_BS.shape
             state.count(num_sequences * mesh.size("dp"), num_sequences * mesh.size("dp") * length)
@@ -206,6 +208,21 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
             losses.append(values["loss"])
             norms.append(values["grad_norm"])
     return Outcome("trained", losses, norms)
+
+
+def cut_into_documents(batch: Any) -> Any:
+    """Returns the batch with a new document at every token that 16 divides: synthetic tokens are one
+    document. The cuts follow from the tokens alone, so that they are the same in every layout."""
+    import torch
+
+    is_first_BS = batch.tokens_BS % 16 == 0
+    is_first_BS[:, 0] = True
+    index_BS = torch.arange(batch.tokens_BS.shape[1]).expand_as(is_first_BS)
+    start_BS = torch.where(is_first_BS, index_BS, 0).cummax(dim=1).values
+    return batch._replace(
+        positions_BS=(index_BS - start_BS).int(),
+        document_ids_BS=(is_first_BS.cumsum(dim=1) - 1).int(),
+    )
 
 
 def run_collectives(names: Sequence[str], device: Any) -> None:

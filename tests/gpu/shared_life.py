@@ -88,11 +88,13 @@ class Launch:
 
     def end_of_logs(self) -> str:
         """Returns the last characters that each rank printed."""
-        return " | ".join(log.read_text(errors="replace")[-300:] for log in self.logs)
+        return " | ".join(
+            log.read_text(encoding="utf-8", errors="replace")[-300:] for log in self.logs
+        )
 
     def text(self, rank: int) -> str:
         """Returns what a rank has printed."""
-        return self.logs[rank].read_text(errors="replace")
+        return self.logs[rank].read_text(encoding="utf-8", errors="replace")
 
 
 class Session:
