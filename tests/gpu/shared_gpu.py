@@ -335,6 +335,11 @@ def wait_for_case(
             if failed:
                 return failed[0]
             statuses = [rank.exitcode for rank in ranks]
+            if set(statuses) == {255}:  # as multiprocessing says where its server was ended
+                reason = (
+                    "the process that forks the ranks was ended, by memory or a signal; run again"
+                )
+                return Outcome("failed", reason=reason)
             if any(status not in (0, None) for status in statuses):
                 return Outcome("failed", reason=f"exit statuses {statuses}")
             return Outcome("hung", reason=f"not over after {now - begin:.0f} s")
