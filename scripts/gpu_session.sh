@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What anyone with a GPU runs first; no network is needed. Five parts, in the order of what is worth most where
+# What anyone with a GPU runs first; no network is needed. Six parts, in the order of what is worth most where
 # the machine may be taken away:
 #
 #   bash scripts/gpu_session.sh PART [FOLDER]
@@ -9,6 +9,7 @@
 #   3 correctness   each other feature against the plain run
 #   4 features      traces, saves in the background, a kill, evaluation, out of memory, bad steps
 #   5 throughput    other settings and models; the axes, where there are several GPUs
+#   6 collectives   2, 4 and 8 ranks that share one GPU under NCCL, against one rank; no times are measured
 #
 # What is measured needs its own runs of part 1 or 3 to agree, and no others. FOLDER (default: gpu_session in the
 # temporary folder) keeps the runs and results.json, to which each part adds its table; gpu_compare.py says what
@@ -17,12 +18,14 @@
 # resumes from that file if TAKE names it.
 #
 # PYTHON names another interpreter, WHEELS a folder of wheels that it lacks, GPU_GIB the memory of the GPU by
-# which cases are chosen (default: what it has). DRY_RUN=1 only prints the commands.
+# which cases are chosen (default: what it has). DRY_RUN=1 only prints the commands. Of part 6, CASES names the
+# cases (default: all of tests/gpu/shared_cases.py and shared_life.py), BUDGET_S the seconds after which no case
+# begins (default: 300), CASE_S the seconds of one case (default: 180), and DEVICE=cpu rehearses it with gloo.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part="${1:-}" folder="${2:-${TMPDIR:-/tmp}/gpu_session}" python="${PYTHON:-python3}"
-if [[ ! "$part" =~ ^[1-5]$ ]]; then
-    echo "gpu_session.sh: error: PART ($part) must be a number from 1 to 5" >&2
+if [[ ! "$part" =~ ^[1-6]$ ]]; then
+    echo "gpu_session.sh: error: PART ($part) must be a number from 1 to 6" >&2
     exit 2
 fi
 runs="$folder/runs"
@@ -241,7 +244,22 @@ throughput() {
     ((${gpus:-0} < 2)) || run axes 0 "$python" "${axes[@]}"
 }
 
-names=(smoke best correctness features throughput)
+# Its cases are resumed one by one, so this is no `run`.
+collectives() {
+    local device="${DEVICE:-cuda}" line
+    local command=("$python" -m tests.gpu.shared_gpu "$runs/shared_$device" --device="$device"
+        --budget_s="${BUDGET_S:-300}" --timeout_s="${CASE_S:-180}" --cases="${CASES:-}")
+    if [[ -n "${DRY_RUN:-}" ]]; then
+        step "${command[@]}"
+        return
+    fi
+    { "${command[@]}" || echo "part 6: ended with $?"; } | while IFS= read -r line; do
+        echo "$line" >&2
+        pack
+    done
+}
+
+names=(smoke best correctness features throughput collectives)
 "${names[part - 1]}"
 [[ -z "${DRY_RUN:-}" ]] || exit 0
 status=0

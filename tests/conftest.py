@@ -109,12 +109,27 @@ def notes_are_told() -> None:
 @pytest.fixture
 def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile traces, checks and divides graphs as usual, and runs them without code of its own."""
+    with compiling_by("aot_eager", monkeypatch):
+        yield
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile generates code in the slow tests only; in the quick ones it is as in `traced_alone`."""
+    with compiling_by(request.param, monkeypatch):
+        yield
+
+
+@contextmanager
+def compiling_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes torch.compile, and compiled modules, use this backend where the caller names none."""
     import torch
 
     from fms_fsdp.models.attention import compiled
 
+    torch.compiler.reset()
     compiled.cache_clear()  # it keeps compiled functions
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     yield
     compiled.cache_clear()
 

@@ -67,7 +67,6 @@ OF_REPOSITORY = (
     "tests/test_layering.py",
     "tests/test_mutate.py",
     "tests/test_package.py",
-    "tests/test_python_page.py",
 )
 REPLACED = dict(
     pair.split(":")

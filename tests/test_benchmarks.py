@@ -117,14 +117,29 @@ def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
     assert shown == table(recipes), "take what `python benchmarks/parallel_recipes.py` prints"
 
 
-def test_the_page_shows_the_settings_that_a_launch_chooses_today() -> None:
+def page_of_settings() -> str:
+    page = (ROOT / "docs" / "reference" / "parallelism-tables.md").read_text()
+    return page.partition("<!-- settings -->\n")[2].partition("\n<!-- end -->")[0]
+
+
+def test_the_page_shows_settings_that_a_launch_chooses_today() -> None:
+    """Of the smallest model: of one device, of one node, of many nodes."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from settings_by_devices import setting
+
+    shown = page_of_settings().splitlines()
+    for devices in (1, 8, 64):
+        assert setting("7b", devices).row in shown, devices
+
+
+@pytest.mark.slow
+def test_the_page_shows_all_settings_of_today() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from settings_by_devices import DEVICES, MODELS, setting, table
 
-    page = (ROOT / "docs" / "reference" / "parallelism-tables.md").read_text()
-    shown = page.partition("<!-- settings -->\n")[2].partition("\n<!-- end -->")[0]
     settings = [setting(model, devices) for devices in DEVICES for model in MODELS]
-    assert shown == table(settings), "take what `python benchmarks/settings_by_devices.py` prints"
+    advice = "take what `python benchmarks/settings_by_devices.py` prints"
+    assert page_of_settings() == table(settings), advice
 
 
 def test_every_script_of_results_takes_output() -> None:
@@ -175,16 +190,43 @@ def test_programs_are_compared_by_packages_and_mistyped_flag(
 
 
 @pytest.mark.slow
-def test_race_skips_absent_peers(tmp_path: Path) -> None:
+def test_race_goes_on_without_absent_and_dead_peers(tmp_path: Path) -> None:
+    """litgpt is not installed, and transformers has a Python that finds it and dies; on a GPU each round
+    has a process of its own, as here."""
+    dying = tmp_path / "python"
+    _write(dying, '#!/bin/sh\n[ "$1" = -c ] && exit 0\nexit 3\n')
+    dying.chmod(0o755)
     flags = "--shapes=tiny --precision=fp32 --mode=eager --rounds=1 --warmup=2 --steps=1"
-    peers = "--contestants=ours,plain,litgpt"
-    script = [sys.executable, "benchmarks/race.py", *flags.split(), peers]
+    peers = "--contestants=ours,transformers,plain,litgpt"
+    script = [sys.executable, "benchmarks/race.py", *flags.split(), peers, "--processes=fresh"]
     done = subprocess.run(
-        [*script, f"--output={tmp_path}/r.json"], cwd=ROOT, capture_output=True, text=True
+        [*script, f"--python=transformers:{dying}", f"--output={tmp_path}/r.json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert "litgpt is not installed: skipped" in done.stderr
     (case,) = json.loads((tmp_path / "r.json").read_text())["cases"]
-    assert case["ratio_wall"].keys() == {"plain"}
+    died = "died with exit status 3"
+    assert case["ended"] == {"litgpt": "is not installed", "transformers": died}
+    assert f"| transformers | {died} |" in done.stdout
+    assert case["ratio_wall"].keys() == {"plain"} and case["equal_within_noise"] == []
+    assert case["losses"].keys() == case["peak_gib"].keys() == {"ours", "plain"}
     for losses in case["losses"].values():
         assert 6 < losses[0] < 7 and losses[1] < losses[0]  # a uniform guess: ln 512 = 6.24
+
+
+def test_race_is_equal_where_its_rounds_cover_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from race import covers_one, ratios_of
+
+    rounds = [
+        {"ours": [10.0], "plain": [11.0], "litgpt": [8.0]},
+        {"ours": [12.0], "plain": [11.5], "litgpt": [8.0]},
+        {"ours": [12.0], "plain": [11.0]},  # litgpt has ended
+    ]
+    ratios = ratios_of(rounds, 0)
+    assert ratios["litgpt"] == [1.25, 1.5] and len(ratios["plain"]) == 3
+    assert covers_one(ratios["plain"]) and not covers_one(ratios["litgpt"])
+    assert not covers_one([1.0])  # one round has no spread

@@ -80,36 +80,39 @@ print(status, 2 in searched, gc.isenabled())
     assert done.stdout.split() == ["2", "False", "True"], done.stderr
 
 
-# Prints how many pages the system had to fill while 30 blocks of 48 MiB were made and freed.
+# In forks of one process that has imported torch: for each choice, whether freed memory is kept, and how many
+# pages the system had to fill while 30 blocks of 48 MiB were made and freed.
 _FAULTS = """
-import resource, sys, torch
+import os, resource, torch
 from fms_fsdp.cpu_tuning import keep_freed_memory
-print(keep_freed_memory() if sys.argv[1] == "kept" else None)
-for _ in range(20):
-    torch.ones(12 << 20)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(30):
-    torch.ones(12 << 20)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+torch.set_num_threads(1)  # a fork has no other threads
+for choice in ("usual", "kept", "set by the user"):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    if choice == "set by the user":
+        os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
+    is_kept = choice != "usual" and keep_freed_memory()
+    for _ in range(20):
+        torch.ones(12 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(30):
+        torch.ones(12 << 20)
+    print(is_kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
+    os._exit(0)
 """
-
-
-def page_faults(choice: str, **environment: str) -> tuple[str, int]:
-    """Returns whether freed memory is kept, and the pages that the system had to fill."""
-    command = [sys.executable, "-c", _FAULTS, choice]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environment, check=True
-    )
-    answer, faults = done.stdout.split()
-    return answer, int(faults)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_freed_memory_is_reused_without_new_pages() -> None:
     """A page may be 4 KiB or 2 MiB, so the blocks need some thousand pages or some hundred."""
-    usual, kept = page_faults("usual"), page_faults("kept")
-    assert kept[0] == "True" and kept[1] < usual[1] / 20
-    assert page_faults("kept", MALLOC_TRIM_THRESHOLD_="131072")[0] == "False"  # the user's
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    usual, kept, of_user = (line.split() for line in done.stdout.splitlines())
+    assert kept[0] == "True" and int(kept[1]) < int(usual[1]) / 20
+    assert of_user[0] == "False"
 
 
 def test_mallopt_gets_the_documented_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """What README and docs/ tell a reader to type works as printed.
 
 Blocks of commands run in the order of the pages, in a copy of the repository with an environment of its own.
-A block after `<!-- needs: gpu -->` (or cluster, network, docker) cannot run here: the parser of the program
-reads it, as it reads the commands within sentences.
+A block after `<!-- needs: gpu -->` (or cluster, network, docker) cannot run here, and a block that starts the
+checks and the tests has run before (.ci/run): the parser of the program reads them, as it reads the commands
+within sentences. `python main_training.py` and `python -m fms_fsdp` start as forks (tests/warm_shell.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.parse import parse_flags
 from tests.cli import ROOT
 from tests.fresh import copy_tracked, make_environment, outside
+from tests.warm_shell import on_path, warm_programs
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -36,13 +38,9 @@ COMMAND = re.compile(rf"^ *([A-Z_]+=\S* )*({PROGRAMS}) ", re.MULTILINE)
 ACTIVATE = "source .venv/bin/activate"
 PLACEHOLDERS = {"…", "...", "[flags]", "[RUN", "…]"}
 TRAINING = {"main_training.py", "main_training", "train.sh", "train.slurm", "my_training.py"}
+OWN_CHECKS = ("bash scripts/check.sh", "bash scripts/test.sh")
 # the commands stay as printed: these variables make them short
-SHORT = {
-    "NUM_STEPS": "2",
-    "RUN_NAME": "docs",
-    "PYTEST_ADDOPTS": "--collect-only",
-    "MYPY_CACHE_DIR": str(ROOT / ".mypy_cache"),
-}
+SHORT = {"NUM_STEPS": "2", "RUN_NAME": "docs"}
 
 
 class Block(NamedTuple):
@@ -52,6 +50,11 @@ class Block(NamedTuple):
     text: str
     needs: str
     is_active: bool
+
+    @property
+    def is_run(self) -> bool:
+        """Returns whether the commands run here: they need no other machine, and are not run by CI itself."""
+        return not self.needs and not self.text.startswith(OWN_CHECKS)
 
 
 def blocks() -> Iterator[Block]:
@@ -114,7 +117,7 @@ def read_by_its_parser(line: str) -> None:
             for case in bench.cases(bench.parse(rest)[1]):
                 _parse(TrainConfig, [f"--{flag}={value}" for flag, value in case.items()])
             return None
-        if word.startswith(("scripts/", "benchmarks/", "fms_fsdp.tools.")):
+        if word.startswith(("scripts/", "benchmarks/", "fms_fsdp.tools.", "tests.gpu.")):
             file = ROOT / (word if "/" in word else word.replace(".", "/") + ".py")
             flags = [flag.partition("=")[0] for flag in rest if flag.startswith("--")]
             assert file.is_file() and all(flag in file.read_text() for flag in flags), line
@@ -166,7 +169,7 @@ def test_a_command_within_a_sentence_is_one_that_its_program_takes(page: str, co
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in blocks() if block.needs], ids=lambda block: block.place
+    "block", [block for block in blocks() if not block.is_run], ids=lambda block: block.place
 )
 def test_a_command_that_needs_more_than_this_machine_is_read_by_its_parser(block: Block) -> None:
     lines = [line for line in block.text.replace("\\\n", " ").splitlines() if COMMAND.match(line)]
@@ -196,17 +199,23 @@ def test_a_command_that_no_program_takes_is_noticed(line: str) -> None:
         read_by_its_parser(line)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "block", [block for block in blocks() if not block.needs], ids=lambda block: block.place
-)
-def test_a_block_of_commands_works_as_printed(clone: Path, block: Block) -> None:
-    script = f"{ACTIVATE}\n{block.text}" if block.is_active else block.text
-    command = ["bash", "-e", "-o", "pipefail", "-c", script]
+@pytest.fixture(scope="module")
+def programs(clone: Path) -> Iterator[Path]:
+    """A folder with programs that start as forks."""
+    folder = clone.parent / "programs"
+    with warm_programs(folder, clone / ".venv/bin/python"):
+        yield folder
+
+
+def run_block(block: Block, clone: Path, programs: Path) -> None:
+    """Runs the commands in the clone; fails if one of them does."""
+    script = block.text
+    if block.is_active:
+        script = f"{ACTIVATE}\n{on_path(programs)}\n{block.text}"
     environment = outside() | SHORT
     del environment["OMP_NUM_THREADS"]
     result = subprocess.run(
-        command,
+        ["bash", "-e", "-o", "pipefail", "-c", script],
         cwd=clone,
         env=environment,
         capture_output=True,
@@ -215,6 +224,37 @@ def test_a_block_of_commands_works_as_printed(clone: Path, block: Block) -> None
         stdin=subprocess.DEVNULL,
     )
     assert result.returncode == 0, f"{block.text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block",
+    [block for block in blocks() if block.is_run and not block.place.startswith("python:")],
+    ids=lambda block: block.place,
+)
+def test_a_block_of_commands_works_as_printed(clone: Path, programs: Path, block: Block) -> None:
+    run_block(block, clone, programs)
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_python_page_run(clone: Path, programs: Path) -> None:
+    """docs/guides/python.md: its commands, then its Python."""
+    (commands,) = [block for block in blocks() if block.place.startswith("python:")]
+    run_block(commands, clone, programs)
+    page = (ROOT / "docs/guides/python.md").read_text()
+    examples = [text for language, text in FENCED.findall(page) if language == "python"]
+    (clone / "page.py").write_text("\n".join(examples))
+    ended = subprocess.run(
+        [clone / ".venv/bin/python", "page.py"],
+        cwd=clone,
+        env=outside(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^\d\.\d\d nats per token$", ended.stdout, re.MULTILINE)
+    assert "def save(" in ended.stdout and "finished 3 steps: runs/python" in ended.stdout
 
 
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"

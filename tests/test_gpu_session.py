@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fms_fsdp.data.batch import Batch
 from tests.cli import ROOT
+from tests.distributed.launch import run_ranks
+from tests.gpu.shared_cases import Case, all_cases
+from tests.gpu.shared_gpu import (
+    Results,
+    Start,
+    cut_into_documents,
+    outcomes,
+    run_cases,
+    run_collectives,
+    run_references,
+)
 from tests.test_docs import read_by_its_parser
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -37,11 +52,68 @@ def commands(part: str, gib: int) -> list[str]:
 
 
 @pytest.mark.parametrize("gib", [79, 139])
-@pytest.mark.parametrize("part", ["1", "2", "3", "4", "5"])
+@pytest.mark.parametrize("part", ["1", "2", "3", "4", "5", "6"])
 def test_every_command_is_accepted_by_its_program(part: str, gib: int) -> None:
-    assert len(commands(part, gib)) >= 4
+    assert len(commands(part, gib)) >= (1 if part == "6" else 4)
     for line in commands(part, gib):
         read_by_its_parser(line)
+
+
+def test_ranks_that_share_a_device_are_rehearsed(tmp_path: Path) -> None:
+    """Two layouts of two ranks and their references, on the CPU; a second call repeats neither."""
+    # no time limit decides: the test is of the results
+    settings = {"DEVICE": "cpu", "BUDGET_S": "3600", "CASE_S": "1800"}
+    settings["CASES"] = "hsdp 2x1 fp32,tp without sp fp32"
+    done = session("6", tmp_path, **settings)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    rows = json.loads((tmp_path / "results.json").read_text())["part 6"]["rows"]
+    assert [row["what"] for row in rows] == ["hsdp 2x1 fp32, cpu", "tp without sp fp32, cpu"]
+    assert all(row["found"].startswith("agrees: loss ") for row in rows)
+    folder = tmp_path / "runs" / "shared_cpu"
+    reference = json.loads((folder / "references.jsonl").read_text())
+    assert len(reference["losses"]) == 10 and reference["losses"][9] < reference["losses"][0] - 0.1
+    assert len(list((folder / "starts").iterdir())) == 2  # of one rank, and of two
+    again = [sys.executable, "-m", "tests.gpu.shared_gpu", str(folder), "--device=cpu"]
+    subprocess.run([*again, f"--cases={settings['CASES']}"], cwd=ROOT, check=True)
+    assert len(list((folder / "starts").iterdir())) == 2
+
+
+def test_shared_cases_have_a_verdict(tmp_path: Path) -> None:
+    """A case that differs from its reference, one that hangs, and one that this machine rejects."""
+    fsdp = Case("fsdp", 2, ("--sharding_strategy=fsdp",), sizes={"dp_shard": 2})
+    wrong = replace(fsdp, name="wrong", bound=-1.0)
+    rejected = replace(fsdp, name="rejected", layout=("--async_tp=True", "--tp_size=2"))
+    rejected = replace(rejected, sizes={"tp": 2})
+    broken = replace(fsdp, name="broken", layout=("--sharding_strategy=ddp",))  # not these sizes
+    cases = [rejected, broken, wrong]
+    results = Results(tmp_path)
+    start = Start(tmp_path, "cpu", 2, cases, "aot_eager", timeout_s=1800)
+    expected = run_references(start, results, math.inf)
+    list(run_cases(start, results, expected, math.inf))
+    rows = results.read("results.jsonl")
+    assert rows["rejected"]["verdict"] == "–" and "--async_tp requires" in rows["rejected"]["found"]
+    assert rows["broken"]["verdict"] == "ours" and "axis dp_replicate" in rows["broken"]["found"]
+    assert rows["wrong"]["verdict"] == "ours" and rows["wrong"]["found"].startswith("loss ")
+    assert rows["wrong"]["by plain torch"].startswith("trained")
+    hung = next(outcomes(replace(start, cases=[fsdp], timeout_s=0.0), math.inf))[1]
+    assert hung.status == "hung"
+    assert not results.has_passed("wrong") and results.has_passed("rejected")
+
+
+def test_cases_of_document_masks_have_documents() -> None:
+    """Synthetic tokens are one document, whose mask would be no other than the causal one."""
+    tokens = torch.tensor([[5, 16, 7, 8, 32, 48], [16, 1, 2, 3, 4, 5]])
+    batch = cut_into_documents(Batch(tokens, tokens, tokens.int(), tokens.int()))
+    assert batch.document_ids_BS.tolist() == [[0, 1, 1, 1, 2, 3], [0, 0, 0, 0, 0, 0]]
+    assert batch.positions_BS.tolist() == [[0, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5]]
+
+
+def test_plain_torch_runs_the_collectives_of_every_layout() -> None:
+    """On two ranks, without the product: the second opinion of a case that fails."""
+    names = {name for case in all_cases() for name in case.collectives()}
+    known = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_and_receive"}
+    assert names == known
+    run_ranks(run_collectives, 2, sorted(names), "cpu")
 
 
 def test_smoke_and_best_case_come_first() -> None:
@@ -85,11 +157,11 @@ def test_axes_are_measured_on_several_gpus(tmp_path: Path, gpus: int) -> None:
     assert ("benchmarks/bench_parallel.py --device=cuda" in printed) == (gpus > 1)
 
 
-@pytest.mark.parametrize("part", [[], ["6"]])
+@pytest.mark.parametrize("part", [[], ["7"]])
 def test_other_part_is_rejected(part: list[str]) -> None:
     rejected = session(*part)
     assert (rejected.returncode, rejected.stdout) == (2, "")
-    assert "must be a number from 1 to 5" in rejected.stderr
+    assert "must be a number from 1 to 6" in rejected.stderr
 
 
 def made_up(folder: Path, **losses: float) -> None:

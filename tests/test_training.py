@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained
+from tests.cli import TINY, events, losses, metrics, run, status, trained
+from tests.warm import running
 
 FIELDS = (
     "attempt step tokens_seen samples_seen time loss loss_mean perplexity grad_norm grad_norm_mean "
@@ -151,15 +151,17 @@ def test_resume_keeps_the_global_batch(tmp_path: Path) -> None:
 
 def test_sigterm_saves_and_asks_to_be_resumed(tmp_path: Path) -> None:
     argv = [*TINY, "--num_steps=100000", f"--output_dir={tmp_path}"]
-    command = [sys.executable, "main_training.py", *argv]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline, records = time.monotonic() + 60, tmp_path / "metrics.jsonl"
-    while not records.exists() or records.read_text().count("\n") < 3:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    assert status(tmp_path)["status"] == "running"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75
+    records = tmp_path / "metrics.jsonl"
+    with running(argv) as process:
+        deadline = time.monotonic() + 60
+        while not records.exists() or records.read_text().count("\n") < 3:
+            assert time.monotonic() < deadline and process.exitcode is None
+            time.sleep(0.05)
+        assert status(tmp_path)["status"] == "running"
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(60)
+        assert process.exitcode == 75
     stopped = status(tmp_path)
     assert stopped["status"] == "resume_me" and "SIGTERM" in stopped["reason"]
     assert (tmp_path / "checkpoints" / f"step_{stopped['step']}").is_dir()

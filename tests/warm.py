@@ -59,6 +59,7 @@ def launch(
     stdin: str = "",
     backend: str = "",
     before: Callable[[], None] | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Ended:
     """What `python main_training.py FLAGS` ends with, in this process's environment with one thread.
 
@@ -67,7 +68,7 @@ def launch(
     uses where the program names none; "aot_eager" traces and divides graphs as usual but generates no code.
     `before`: a function of a module that each process calls first.
 
-    Raises: subprocess.TimeoutExpired after 240 s.
+    Raises: subprocess.TimeoutExpired after `timeout_s`.
     """
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
@@ -79,10 +80,10 @@ def launch(
         ]
         for fork in forks:
             fork.start()
-        statuses = _statuses(forks)
+        statuses = _statuses(forks, timeout_s)
         stdout, stderr = (path.read_text() for path in streams[1:])
     if not statuses:
-        raise subprocess.TimeoutExpired(list(flags), TIMEOUT_S, stdout, stderr)
+        raise subprocess.TimeoutExpired(list(flags), timeout_s, stdout, stderr)
     ended = Ended(list(flags), next(filter(None, statuses), 0), stdout, stderr)
     ended.statuses = statuses
     return ended
@@ -113,6 +114,20 @@ def running(
         fork.join()
 
 
+def start_fork(
+    program: str,
+    flags: Sequence[str],
+    settings: dict[str, str],
+    cwd: Path,
+    streams: Sequence[str],
+    before: Callable[[], None] | None = None,
+) -> BaseProcess:
+    """Starts a launch or a command with these variables and files as its standard streams."""
+    fork = _fork(program, flags, settings, cwd, streams, before=before)
+    fork.start()
+    return fork
+
+
 def _fork(
     program: str,
     flags: Sequence[str],
@@ -127,10 +142,12 @@ def _fork(
     return multiprocessing.get_context("forkserver").Process(target=_main, args=given)
 
 
-def _statuses(forks: Sequence[BaseProcess]) -> list[int]:
+def _statuses(forks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
     """Exit statuses in the order in which the processes end; ten seconds after one fails the others are
     killed. Empty if time runs out."""
-    running, statuses, until = list(forks), list[int](), time.monotonic() + TIMEOUT_S
+    running = list(forks)
+    statuses = list[int]()
+    until = time.monotonic() + timeout_s
     while running and wait([fork.sentinel for fork in running], max(0, until - time.monotonic())):
         for fork in [fork for fork in running if fork.exitcode is not None]:
             running.remove(fork)
@@ -214,7 +231,7 @@ def _status_of(error: BaseException) -> int:
 def _open_streams(*paths: str) -> None:
     """The standard streams of the process, from input to errors, are these files."""
     for number, path in enumerate(paths):
-        file = os.open(path, os.O_RDWR | os.O_APPEND if number else os.O_RDONLY)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
     sys.stdin, sys.stdout, sys.stderr = (

@@ -6,21 +6,34 @@ An exception on any rank is raised here with its traceback.
 
 The processes are forks of one that has imported torch and done nothing else: that takes seconds of a CPU, and
 the tests of a worker start hundreds of ranks.
+
+`train_each(launches, num_ranks)` runs whole launches of the program in turn in one group of such forks: the first
+call of everything is half the time of a tiny launch, and is paid once.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import socket
+import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
-from tests.warm import tell_coverage  # the module says what the process that is forked has imported
+from fms_fsdp.files import write_atomically
+from tests.warm import (  # the module says what the process that is forked has imported
+    TIMEOUT_S,
+    launch,
+    tell_coverage,
+)
 
 
 def _worker(
@@ -87,3 +100,68 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         if failure is not None:
             raise failure
         return results
+
+
+def train_each(
+    launches: Sequence[Sequence[str]], num_ranks: int = 0, *, backend: str = "", status: int = 0
+) -> None:
+    """Runs the launches, each a list of flags, in turn in the same processes.
+
+    Each must end with `status`. `num_ranks` and `backend` are those of `tests.warm.launch`.
+    """
+    with tempfile.TemporaryDirectory() as ports:
+        ended = launch(
+            launches[-1],
+            num_ranks,
+            backend=backend,
+            before=partial(_main_of_each, launches[:-1], Path(ports), bool(backend), status),
+            timeout_s=TIMEOUT_S * len(launches),
+        )
+    statuses = set(ended.statuses)
+    assert statuses == {status}, f"exit status {statuses}\n{ended.stdout}\n{ended.stderr}"
+
+
+def _main_of_each(
+    launches: Sequence[Sequence[str]], ports: Path, compiles: bool, status: int
+) -> None:
+    """Runs launches in this process and ends it if one does not end with `status`.
+
+    Then prepares the process for one more launch.
+    """
+    import main_training
+
+    for number, flags in enumerate(launches):
+        _agree_on_port(ports / str(number))
+        found = main_training.main(list(flags))
+        if found != status:
+            print(f"exit status {found} of {' '.join(flags)}", file=sys.stderr, flush=True)
+            os._exit(found or 1)
+        if compiles:
+            _forget_compiled()
+    _agree_on_port(ports / str(len(launches)))
+
+
+def _agree_on_port(file: Path) -> None:
+    """Sets MASTER_PORT to one that rank 0 finds free, and writes to the file that the other ranks read.
+
+    Each launch has a port of its own, because a rank could connect to the store of the launch before. It is
+    chosen late, because another process could take it.
+    """
+    rank = os.environ.get("RANK")
+    if rank is None:
+        return
+    if rank == "0":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            write_atomically(file, str(free.getsockname()[1]))
+    while not file.exists():
+        time.sleep(0.01)
+    os.environ["MASTER_PORT"] = file.read_text()
+
+
+def _forget_compiled() -> None:
+    """Drops compiled code, so that the next launch compiles its own."""
+    from fms_fsdp.models.attention import compiled
+
+    torch._dynamo.reset()
+    compiled.cache_clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from fms_fsdp.checkpoint.folders import complete_steps, corrupt_files, problem, read_files
+from fms_fsdp.run.run_dir import check_shared
 from tests.cli import (
     ROOT,
     STORE_PER_ATTEMPT,
@@ -26,6 +28,7 @@ from tests.cli import (
     trained,
     under_torchrun,
 )
+from tests.warm import launch
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WARM_TORCHRUN = [sys.executable, "-m", "tests.warm_torchrun"]
@@ -87,10 +90,10 @@ def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
     flags = [*TINY, "--num_steps=400", "--checkpoint_interval=4", "--keep_last_n=3"]
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     trained(*flags, f"--output_dir={calm}", nproc=2)
-    launch = [*WARM_TORCHRUN, *under_torchrun(2, "--max-restarts=60")[3:]]
+    command = [*WARM_TORCHRUN, *under_torchrun(2, "--max-restarts=60")[3:]]
     with open(tmp_path / "output.txt", "w") as output:
         process = subprocess.Popen(
-            [*launch, "main_training.py", *flags, f"--output_dir={disturbed}"],
+            [*command, "main_training.py", *flags, f"--output_dir={disturbed}"],
             cwd=ROOT,
             env=ENVIRONMENT,
             stdout=output,
@@ -173,8 +176,8 @@ def two_agents(
     """Starts an agent of torchrun, with one worker, in each folder."""
     nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
     nodes += [f"--rdzv_endpoint=localhost:{port}", f"--rdzv_id={port}"]
-    launch = [*command[:3], *nodes, *command[3:]]
-    return [subprocess.Popen(launch, cwd=folder, env=env, text=True, **more) for folder in folders]
+    agent = [*command[:3], *nodes, *command[3:]]
+    return [subprocess.Popen(agent, cwd=folder, env=env, text=True, **more) for folder in folders]
 
 
 @pytest.mark.slow
@@ -277,16 +280,25 @@ def test_slow_save_keeps_the_last_checkpoint(tmp_path: Path) -> None:
         assert (status(run)["status"] == "resume_me") == saved
 
 
+def become_node(folder: Path) -> None:
+    """Makes this rank the only one of its node, with a folder of its own.
+
+    The rank waits a second for the file of rank 0, not 30.
+    """
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.chdir(folder / os.environ["RANK"])
+    check_shared.__defaults__ = (1.0,)
+
+
 @pytest.mark.slow
 def test_unshared_run_directory_is_rejected(tmp_path: Path) -> None:
-    """Two agents whose relative --output_dir is in different places, as on nodes with local disks."""
-    folders = [tmp_path / node for node in ("a", "b")]
+    """Two nodes whose relative --output_dir is in different places, as on local disks."""
+    folders = [tmp_path / node for node in ("0", "1")]
     for folder in folders:
         folder.mkdir()
-    program = [str(ROOT / "main_training.py"), *TINY, "--num_steps=2", "--output_dir=run"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    agents = two_agents([*TORCHRUN, *program], 29642, folders, **pipes)
-    output = "".join(agent.communicate(timeout=300)[0] for agent in agents)
-    assert all(agent.returncode for agent in agents)
+    flags = [*TINY, "--num_steps=2", "--output_dir=run"]
+    ended = launch(flags, 2, before=functools.partial(become_node, tmp_path))
+    assert ended.statuses == [2, 2], ended.stderr
+    output = ended.stdout + ended.stderr
     assert output.count("must be shared by all nodes, but 1 of 2 ranks do not see it") == 1
     assert not any((folder / "run" / "metrics.jsonl").exists() for folder in folders)

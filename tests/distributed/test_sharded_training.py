@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
+from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
@@ -24,7 +27,9 @@ from fms_fsdp.parallel.parallelize import parallelize
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import mesh_of
 
-ROWS, SEQ, STEPS = 12, 16, 10
+ROWS = 12
+SEQ = 16
+STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -102,10 +107,10 @@ def config(tied: bool) -> TransformerConfig:
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens, labels) of each step, labels masked unevenly over the rows."""
+    """(tokens, labels) of ten steps, labels masked unevenly over the rows."""
     generator = torch.Generator().manual_seed(7)
     result = []
-    for _ in range(STEPS):
+    for _ in range(10):
         tokens = torch.randint(
             0, 20, (ROWS, SEQ), generator=generator
         )  # few of the ids: something to learn
@@ -126,9 +131,14 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 def build(one: Case) -> tuple[Llama, Mesh]:
     section = one.section
-    mesh, cpu = mesh_of(section), torch.device("cpu")
+    mesh = mesh_of(section)
     model = parallelize(
-        config(one.tied), section, mesh, device=cpu, precision=one.precision, seed=5
+        config(one.tied),
+        section,
+        mesh,
+        device=torch.device("cpu"),
+        precision=one.precision,
+        seed=5,
     )
     return model, mesh
 
@@ -144,7 +154,7 @@ def train(one: Case) -> tuple[str, list[float], list[float]]:
     losses, norms = [], []
     rows = ROWS // mesh.size("dp")
     mine = slice(mesh.axis_rank("dp") * rows, (mesh.axis_rank("dp") + 1) * rows)
-    for tokens, labels in batches():
+    for tokens, labels in batches()[:STEPS]:
         num_labels = (labels != -100).sum()
         total = torch.zeros(())
         micros = zip(tokens[mine].chunk(one.accum), labels[mine].chunk(one.accum), strict=True)
@@ -199,6 +209,49 @@ def test_initial_weights_are_equal_on_uneven_world() -> None:
     cases = [case(**FSDP), case(tied=True, **FSDP, low_cpu_fsdp=False)]
     expected = [single(False)[0], single(True)[0]]
     assert run_ranks(init_digests, 3, cases) == [expected] * 3
+
+
+def unequal_sums(strategies: list[str]) -> list[tuple[str, str]]:
+    """Returns (strategy, parameter) where the gradient is not the sum of those of all ranks, to the last bit
+    (collective)."""
+    tokens, labels = batches()[0]
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    mine = (tokens[rank::world_size], labels[rank::world_size])
+    model = parallelize(
+        config(False),
+        ParallelConfig(),
+        Mesh(ParallelDims("none"), 0, "cpu"),
+        device=torch.device("cpu"),
+        precision=FP32,
+        seed=5,
+    )
+    model(*mine)[0].backward()
+    sums = dict[str, torch.Tensor]()
+    for name, parameter in model.named_parameters():
+        of_ranks = [torch.empty_like(parameter) for _ in range(world_size)]
+        dist.all_gather(of_ranks, parameter.grad)
+        sums[name] = torch.stack(of_ranks).sum(0)
+
+    found = []
+    for strategy in strategies:
+        sharded, mesh = build(case(sharding_strategy=strategy))
+        set_gradient_sync(sharded, True, mesh)
+        sharded(*mine)[0].backward()
+        for name, parameter in sharded.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None, name
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            # FSDP averages, which is exact for two ranks.
+            if not torch.equal(gradient * mesh.size("loss"), sums[clean_name(name)]):
+                found.append((strategy, clean_name(name)))
+    return found
+
+
+def test_gradient_is_the_exact_sum_of_ranks() -> None:
+    strategies = ["fsdp", "zero1", "zero2", "ddp"]
+    assert run_ranks(unequal_sums, 2, strategies) == [[], []]
 
 
 @pytest.mark.slow

@@ -186,6 +186,7 @@ def test_matmuls_use_padded_logits_in_place(monkeypatch: pytest.MonkeyPatch) -> 
     assert strides == [512] * 3  # one is written, two are read
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize(("dtype", "z_loss"), [(torch.float32, 0.0), (torch.bfloat16, 1e-2)])
 def test_compiled_softmax_equals_the_plain_one(dtype: torch.dtype, z_loss: float) -> None:

@@ -102,6 +102,7 @@ def section(name: str = "adamw", rate: float = 3e-3, **flags: Any) -> OptimConfi
     return OptimConfig(optimizer=name, learning_rate=rate, weight_decay=0.1, **flags)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_step_equals_eager() -> None:
     """Also a skipped step. Square roots of MKL err by an ulp of fp32, those of compiled code do not, so

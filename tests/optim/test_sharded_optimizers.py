@@ -27,7 +27,8 @@ MORE = {
     "rmsprop": ("momentum=0.9", "centered=true"),
     "adamw": ("amsgrad=true",),
 }
-STEPS, SAVED_AT = 8, 4
+STEPS = 4
+SAVED_AT = 2
 Whole = dict[str, torch.Tensor]
 
 

@@ -1,11 +1,12 @@
 """Every feature of the table in features.py trains with every axis as on one process.
 
-Features that do not exclude one another share a run of three steps.
+Features that do not exclude one another share a run of three steps, and the runs over an axis share their ranks.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from tests.cli import CORPUS, TINY, last_of_each, metrics, trained
+from tests.distributed.launch import train_each
 from tests.hf.test_export import differing_logits
 from tests.hf_folders import write_folder
 from tests.parallel.features import FEATURES, MODEL_AXES
@@ -28,9 +30,10 @@ BASE = (
     "--num_steps=3",
     "--precision=fp32",
     "--global_batch_size=8",
+    "--batch_size=4",
     "--num_attention_heads=8",
+    "--num_kv_heads=2",
 )
-BASE += ("--num_kv_heads=2",)
 AXES = {
     "tp": ["--tp_size=2"],
     "cp": ["--cp_size=2"],
@@ -39,10 +42,13 @@ AXES = {
 }
 
 
-ALONE_AND_PAIRED = [
-    *MODEL_AXES,
-    *(pytest.param(pair, marks=pytest.mark.slow) for pair in ("tp pp", "tp cp", "cp pp")),
-]
+PAIRS = ("tp pp", "tp cp", "cp pp")
+TRACED = (
+    "--use_profiler=True",
+    "--profiler_wait=0",
+    "--profiler_warmup=1",
+    "--profiler_active=1",
+)
 
 
 class Group(NamedTuple):
@@ -67,7 +73,6 @@ GROUPS = (
             "odd vocabulary",
             "whole build",
         ),
-        ("--batch_size=4",),
         attends=True,
     ),
     Group(
@@ -99,8 +104,8 @@ GROUPS = (
     Group(("dropout", "float8"), rel=2e-2),  # each layout has its own masks
     Group(("relative positions", "ramp of micro-batches")),
     Group(("sinusoidal positions", "zero2", "adafactor", "recompute cheap")),
-    Group(("hsdp", "adamax", "recompute segments")),
-    Group(("ddp", "bf16"), rel=1e-2),  # ddp is exact in test_pairs.py
+    Group(("hsdp", "adamax", "recompute segments"), ("--batch_size=2",)),
+    Group(("ddp", "bf16"), ("--batch_size=2",), rel=1e-2),  # ddp is exact in test_pairs.py
     Group(("fp16",), rel=1e-2),
     Group(("bf16_pure",), rel=1e-2),
     Group(("bf16_mixed_sr",), rel=1e-2),
@@ -140,17 +145,58 @@ def difference(alone: list[dict[str, float]], spread: list[dict[str, float]], re
     return ""
 
 
-def trained_in(folder: Path, group: Group, axis: str = "") -> list[dict[str, float]]:
-    names = group.features
-    flags = [*BASE, *group.more, *flags_of(names), f"--output_dir={folder}"]
+def names_of(group: Group) -> str:
+    return "+".join(group.features)
+
+
+def is_compiled(group: Group) -> bool:
+    return any("--use_torch_compile=True" in BY_NAME[name].flags for name in group.features)
+
+
+def num_ranks_of(group: Group) -> int:
+    """Two along the axis, and two copies of them for a strategy that needs several."""
+    return 4 if {"hsdp", "ddp"} & set(group.features) else 2
+
+
+def works_with(axis: str, group: Group) -> bool:
+    if axis == "gather" and not group.attends:
+        return False
+    return not any(axis in BY_NAME[name].refused for name in group.features)
+
+
+def flags_over(group: Group, axis: str, folder: Path) -> list[str]:
+    """Flags of the run of a group over an axis, or on one process ("")."""
+    flags = [*BASE, *group.more, *flags_of(group.features)]
     if axis:
-        nproc = 4 if "hsdp" in names or "ddp" in names else 2
-        trained(*flags, *AXES[axis], nproc=nproc, backend="aot_eager")
+        flags += AXES[axis]
     else:
         sharding = ("--sharding_strategy", "--cpu_offload")
         flags = [flag for flag in flags if not flag.startswith(sharding)]
-        trained(*flags, backend="aot_eager")
-    return numbers(folder)
+    return last_of_each([*flags, f"--output_dir={folder / names_of(group) / (axis or 'alone')}"])
+
+
+def train_over(axes: Sequence[str], groups: Sequence[Group], folder: Path) -> None:
+    """Trains each group over each axis that it works with; the launches share their ranks."""
+    cells = [(axis, group) for axis in axes for group in groups if works_with(axis, group)]
+    (num_ranks,) = {num_ranks_of(group) if axis else 0 for axis, group in cells}
+    backend = "aot_eager" if any(map(is_compiled, groups)) else ""
+    train_each(
+        [flags_over(group, axis, folder) for axis, group in cells], num_ranks, backend=backend
+    )
+
+
+def differences(axes: Sequence[str], groups: Sequence[Group], alone: Path, folder: Path) -> str:
+    """Returns a line for each group that trains over an axis unlike alone."""
+    problems = []
+    for axis in axes:
+        for group in groups:
+            if not works_with(axis, group):
+                continue
+            wanted = numbers(alone / names_of(group) / "alone")
+            found = difference(wanted, numbers(folder / names_of(group) / axis), group.rel)
+            if found:
+                problems.append(f"{axis} of {names_of(group)}: {found}")
+    return "\n".join(problems)
 
 
 def test_every_feature_is_in_a_group() -> None:
@@ -158,17 +204,45 @@ def test_every_feature_is_in_a_group() -> None:
     assert sorted([*named, *ELSEWHERE]) == sorted(BY_NAME)
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: "+".join(group.features)[:60])
-def test_features_train_with_every_axis(group: Group, tmp_path: Path) -> None:
-    alone, problems = trained_in(tmp_path / "alone", group), []
-    for axis in AXES:
-        if axis == "gather" and not group.attends:
-            continue
-        if any(axis in BY_NAME[name].refused for name in group.features):
-            continue
-        found = difference(alone, trained_in(tmp_path / axis, group, axis), group.rel)
-        problems += [f"{axis}: {found}"] if found else []
-    assert not problems, "\n".join(problems)
+EAGER = [group for group in GROUPS if not is_compiled(group)]
+ON_TWO = [group for group in EAGER if num_ranks_of(group) == 2]
+ON_FOUR = [group for group in EAGER if num_ranks_of(group) == 4]
+RECOMPUTED, CHEAP = (group for group in GROUPS if is_compiled(group))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of all eager groups on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train_over([""], EAGER, folder)
+    return folder
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_features_train_with_every_axis(axis: str, alone: Path, tmp_path: Path) -> None:
+    train_over([axis], ON_TWO, tmp_path)
+    assert not differences([axis], ON_TWO, alone, tmp_path)
+
+
+def test_replicated_features_train_with_every_axis(alone: Path, tmp_path: Path) -> None:
+    train_over(MODEL_AXES, ON_FOUR, tmp_path)
+    assert not differences(MODEL_AXES, ON_FOUR, alone, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("group", "axes"),
+    [
+        pytest.param(RECOMPUTED, MODEL_AXES, id="recomputed"),
+        pytest.param(RECOMPUTED, ["gather"], id="recomputed gather", marks=pytest.mark.slow),
+        pytest.param(CHEAP, MODEL_AXES, id="cheap", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_features_train_with_every_axis(
+    group: Group, axes: Sequence[str], tmp_path: Path
+) -> None:
+    train_over([""], [group], tmp_path)
+    train_over(axes, [group], tmp_path)
+    assert not differences(axes, [group], tmp_path, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -184,32 +258,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     flags += ["--eval_interval=2", "--eval_steps=1"]
     trained(*flags, f"--output_dir={folder / 'alone'}")
     return flags, folder / "alone"
-
-
-def trained_over(axes: str, folder: Path, *flags: str) -> None:
-    """Trains over the axes, two ranks along each."""
-    names = axes.split()
-    over = [flag for name in names for flag in AXES[name]]
-    trained(*flags, *over, f"--output_dir={folder}", nproc=2 ** len(names))
-
-
-@pytest.mark.parametrize("axes", ALONE_AND_PAIRED)
-def test_packing_samples_and_profiler_with_every_axis(
-    packed: tuple[list[str], Path], tmp_path: Path, axes: str
-) -> None:
-    flags, alone = packed
-    traced = [
-        "--use_profiler=True",
-        "--profiler_wait=0",
-        "--profiler_warmup=1",
-        "--profiler_active=1",
-    ]
-    trained_over(axes, tmp_path, *flags, *traced)
-    assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
-    assert list((tmp_path / "profile_traces").iterdir())
-    texts = (tmp_path / "samples.txt").read_text()
-    assert texts == (alone / "samples.txt").read_text()
-    assert texts.count("--- step 2 ---\n") == texts.count("--- step 3 ---\n") == 3
 
 
 @pytest.fixture(scope="module")
@@ -229,17 +277,85 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]
     return flags, folder / "alone"
 
 
-@pytest.mark.parametrize("axes", ALONE_AND_PAIRED)
-def test_import_and_export_with_every_axis(
-    imported: tuple[list[str], Path], tmp_path: Path, axes: str
-) -> None:
-    flags, alone = imported
-    trained_over(axes, tmp_path, *flags)
-    assert not difference(numbers(alone), numbers(tmp_path), 1e-5)
-    wanted, found = exported(alone), exported(tmp_path)
+def train_files_over(
+    every: Sequence[str],
+    packed: tuple[list[str], Path],
+    imported: tuple[list[str], Path],
+    folder: Path,
+) -> Path:
+    """Trains the packed and the imported run over each of the axes, with two ranks along each axis."""
+    (num_axes,) = {len(axes.split()) for axes in every}
+    launches = []
+    for axes in every:
+        over = [flag for name in axes.split() for flag in AXES[name]]
+        text = [*packed[0], *TRACED, *over, f"--output_dir={folder / axes / 'packed'}"]
+        weights = [*imported[0], *over, f"--output_dir={folder / axes / 'imported'}"]
+        launches += [last_of_each(text), last_of_each(weights)]
+    train_each(launches, 2**num_axes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def over_axes(
+    packed: tuple[list[str], Path],
+    imported: tuple[list[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    return train_files_over(MODEL_AXES, packed, imported, tmp_path_factory.mktemp("axes"))
+
+
+@pytest.fixture(scope="module")
+def over_pairs(
+    packed: tuple[list[str], Path],
+    imported: tuple[list[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    return train_files_over(PAIRS, packed, imported, tmp_path_factory.mktemp("pairs"))
+
+
+def assert_packed(run: Path, alone: Path) -> None:
+    """Asserts that a run over text trains and generates as on one process, and that it was profiled."""
+    assert not difference(numbers(alone), numbers(run), 1e-5)
+    assert list((run / "profile_traces").iterdir())
+    texts = (run / "samples.txt").read_text()
+    assert texts == (alone / "samples.txt").read_text()
+    assert texts.count("--- step 2 ---\n") == texts.count("--- step 3 ---\n") == 3
+
+
+def assert_imported(run: Path, alone: Path) -> None:
+    """Asserts that a run from weights of others trains and exports as on one process."""
+    assert not difference(numbers(alone), numbers(run), 1e-5)
+    wanted = exported(alone)
+    found = exported(run)
     assert wanted.keys() == found.keys() and any(name.endswith("weight") for name in wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("axis", MODEL_AXES)
+def test_packing_samples_and_profiler_with_every_axis(
+    packed: tuple[list[str], Path], over_axes: Path, axis: str
+) -> None:
+    assert_packed(over_axes / axis / "packed", packed[1])
+
+
+@pytest.mark.parametrize("axis", MODEL_AXES)
+def test_import_and_export_with_every_axis(
+    imported: tuple[list[str], Path], over_axes: Path, axis: str
+) -> None:
+    assert_imported(over_axes / axis / "imported", imported[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS)
+def test_packing_and_import_with_every_pair_of_axes(
+    packed: tuple[list[str], Path],
+    imported: tuple[list[str], Path],
+    over_pairs: Path,
+    pair: str,
+) -> None:
+    assert_packed(over_pairs / pair / "packed", packed[1])
+    assert_imported(over_pairs / pair / "imported", imported[1])
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:

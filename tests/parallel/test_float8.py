@@ -112,6 +112,7 @@ def test_non_finite_values_stay_non_finite(scaling: str) -> None:
         assert not multiply(x, weight, grad, scaling)[1][2].isfinite().any()
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.filterwarnings("ignore")  # torch 2.13's own compiler calls what is deprecated
 def test_compiled_matmul_equals_eager() -> None:
     compiled = torch.compile(

@@ -100,8 +100,11 @@ def compiled_kept_bytes(tp: int, cheap: bool, **flags: Any) -> int:
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize(
     ("cheap", "flags"),
-    [(False, {}), (True, {}), (False, {"recompute": "ops"})],
-    ids=["none", "cheap", "ops"],
+    [
+        pytest.param(False, {}, id="none", marks=pytest.mark.slow),
+        pytest.param(True, {}, id="cheap"),
+        pytest.param(False, {"recompute": "ops"}, id="ops", marks=pytest.mark.slow),
+    ],
 )
 def test_tp_divides_kept_bytes_of_compiled_blocks(cheap: bool, flags: dict[str, Any]) -> None:
     alone = compiled_kept_bytes(1, cheap, **flags)

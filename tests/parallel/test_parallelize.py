@@ -210,6 +210,7 @@ def test_compiled_blocks_use_cheap_recomputation() -> None:
     torch.testing.assert_close(gradients, plain, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow  # the pass that keeps attention is one of the real compiler
 @pytest.mark.filterwarnings("ignore")
 def test_cheap_recomputation_repeats_no_fused_attention() -> None:
     torch._dynamo.reset()
@@ -251,6 +252,7 @@ def test_compiled_recomputed_block_keeps_only_its_input(precision: Precision) ->
     assert saved_bytes(model) == saved_bytes(eager)
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.filterwarnings("ignore")  # torch 2.13's own compiler calls what is deprecated
 def test_compiled_blocks_share_one_graph() -> None:
     torch._dynamo.reset()

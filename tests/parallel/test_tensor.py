@@ -119,6 +119,7 @@ def one_step(flags: dict[str, Any]) -> list[tuple[float, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow  # test_features.py compares a compiled run over tp in the quick tests
 def test_compiled_blocks_equal_eager_and_embedding_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", torch.compile)  # is changed
     wanted = one_step({})

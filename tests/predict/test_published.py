@@ -23,6 +23,7 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
+@pytest.mark.slow  # fits the efficiencies once for each size that is left out
 def test_the_targets_hold_with_a_fit_on_other_sizes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import torch
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.metrics.interval import SpikeDetector
-from fms_fsdp.run.health import NonFiniteGuard
+from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from tests.states import bare_state
 
 
@@ -93,26 +92,38 @@ def test_steps_without_labels_do_not_count(tmp_path: Path, caplog: Any) -> None:
     assert "step 3 has no labels; it changed nothing. data of 3" in caplog.text
 
 
+def work_then_hang(folder: Path) -> None:
+    """Is alive for two seconds, and then hangs; writes what happens."""
+
+    def say(word: str) -> None:
+        with (folder / "said.txt").open("a") as file:
+            file.write(f"{word}\n")
+
+    watchdog = Watchdog(1.5, folder / "stacks" / "rank0.txt", lambda reason: say("hang"))
+    say("ready")
+    for _ in range(20):
+        watchdog.alive()
+        time.sleep(0.1)
+    say("slept")
+    time.sleep(60)
+
+
 def test_suspended_process_is_not_declared_hung(tmp_path: Path) -> None:
-    """In a process of its own, which stops for three times the timeout, and then hangs."""
-    code = (
-        "import sys, time\nfrom pathlib import Path\nfrom fms_fsdp.run.health import Watchdog\n"
-        "w = Watchdog(1.5, Path(sys.argv[1]), lambda reason: print('hang', flush=True))\n"
-        "print('ready', flush=True)\n"
-        "for _ in range(30):\n    w.alive(); time.sleep(0.1)\n"
-        "print('slept', flush=True)\ntime.sleep(60)\n"
+    """In a process of its own, which stops for longer than the timeout, and then hangs."""
+    process = multiprocessing.get_context("forkserver").Process(
+        target=work_then_hang, args=(tmp_path,)
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "stacks" / "rank0.txt")],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    lines = process.stdout
-    assert lines.readline() == "ready\n"
+    process.start()
+    said = tmp_path / "said.txt"
+    deadline = time.monotonic() + 60
+    while not said.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(4.5)
+    time.sleep(2.5)
     os.kill(process.pid, signal.SIGCONT)
-    assert lines.read() == "slept\nhang\n" and process.wait() == 1
-    lines.close()
-    assert '"<string>", line 9' in (tmp_path / "stacks" / "rank0.txt").read_text()
+    process.join(60)
+    assert process.exitcode == 1
+    assert said.read_text() == "ready\nslept\nhang\n"
+    assert "in work_then_hang" in (tmp_path / "stacks" / "rank0.txt").read_text()

@@ -13,15 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from fms_fsdp.errors import UserError
+from fms_fsdp.run import run_dir
 from fms_fsdp.run.run_dir import lock_folder
 from tests.cli import ROOT, TINY, metrics, run, status, trained
-from tests.warm import running
+from tests.warm import launch, running
 
 LONG = (*TINY, "--num_steps=100000", "--trackers=none")
 
@@ -69,14 +71,21 @@ def saved_by(process: subprocess.Popen[Any], folder: Path, name: str) -> bool:
     return (folder / "checkpoints" / f"step_{ended['step']}").is_dir()
 
 
+def give_up_at_once() -> None:
+    """In a launch: a locked folder is an error without a wait."""
+    run_dir.lock_folder = partial(lock_folder, patience_s=0.0)
+
+
 def test_locked_folder_is_left_as_it_is(tmp_path: Path) -> None:
+    """Without the wait, which tests/distributed/test_launches.py tests."""
     trained(*TINY, "--num_steps=1", f"--output_dir={tmp_path}")
     with open(tmp_path / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("process 1 on another\n")
         file.flush()
         before = content(tmp_path)
-        result = run(*TINY, "--num_steps=2", f"--output_dir={tmp_path}")
+        flags = [*TINY, "--num_steps=2", f"--output_dir={tmp_path}"]
+        result = launch(flags, before=give_up_at_once)
         assert content(tmp_path) == before and result.returncode == 2
         assert result.stderr.startswith(f"error: {tmp_path} is in use by process 1 on another; ")
     trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path}")
@@ -169,16 +178,29 @@ def test_second_interrupt_spares_a_commit(tmp_path: Path, method: str, exit_stat
         assert ended.stderr == "failed: interrupted by a second SIGINT; the last checkpoint stays\n"
 
 
+def is_listening(port: int) -> bool:
+    """Returns whether a process of this machine accepts connections at the port."""
+    tables = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+    for table in tables:
+        for line in table.read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            if address.endswith(f":{port:04X}") and state == "0A":  # LISTEN
+                return True
+    return False
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_signal_before_the_rendezvous_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29655"}
+    port = 29655
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     environment = os.environ | address | {"RANK": "0", "WORLD_SIZE": "2"}
     flags = (*TINY, f"--output_dir={tmp_path / 'run'}")
     process = start(*flags, env=environment, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > 1)  # it listens
-    time.sleep(6 if number == signal.SIGTERM else 0)  # then it waits for the other rank
+    wait_for(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > 1)  # it listens for signals
+    if number == signal.SIGTERM:
+        wait_for(lambda: is_listening(port))  # it waits for the other rank
     process.send_signal(number)
     _, said = process.communicate(timeout=5)
     assert process.returncode == 75 and "before the first step" in said

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.cli import ROOT, metrics
 from tests.data.corpora import SEP, VOCAB, write_corpus
 
@@ -16,6 +18,7 @@ from tests.data.corpora import SEP, VOCAB, write_corpus
 DRIVER = """
 import json, os, sys
 import main_training
+import torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp  # once for all forks
 
 for flags in json.loads(sys.argv[1]):
     if child := os.fork():
@@ -49,7 +52,7 @@ def endings(launches: list[list[str]]) -> list[tuple[int, list[str]]]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     ended: list[Any] = [
         json.loads(line.partition(" ")[2])
@@ -60,8 +63,23 @@ def endings(launches: list[list[str]]) -> list[tuple[int, list[str]]]:
     return [(status, modules) for status, modules in ended]
 
 
-def test_a_refusal_a_save_and_a_resume_load_no_part(tmp_path: Path) -> None:
-    corpus, run = tmp_path / "corpus", tmp_path / "run"
+CHOSEN = {
+    "--dropout=0.1": "models.gpt",
+    "--norm=scalenorm": "models.gpt",
+    "--precision=float8": "parallel.float8",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of the plain launches."""
+    return tmp_path_factory.mktemp("no_part") / "run"
+
+
+@pytest.fixture(scope="module")
+def ended(run: Path) -> list[tuple[int, list[str]]]:
+    """The endings of four plain launches, and of one for each part."""
+    corpus = run.parent / "corpus"
     write_corpus(corpus, {"web": [4000, 3000]})
     flags = [*SMALL, f"--data_path={corpus}", f"--sep_token={SEP}", f"--output_dir={run}"]
     launches = [
@@ -70,23 +88,25 @@ def test_a_refusal_a_save_and_a_resume_load_no_part(tmp_path: Path) -> None:
         [*flags, "--num_steps=4", "--seed=7"],
         [*flags, "--num_steps=4"],
     ]
-    ended = endings(launches)
-    assert [status for status, _ in ended] == [2, 0, 2, 0]
-    for _, modules in ended:
+    for number, flag in enumerate(CHOSEN):
+        folder = run.parent / f"part_{number}"
+        launches.append(
+            [*SMALL, "--use_dummy_dataset", "--num_steps=1", flag, f"--output_dir={folder}"]
+        )
+    return endings(launches)
+
+
+def test_a_refusal_a_save_and_a_resume_load_no_part(
+    run: Path, ended: list[tuple[int, list[str]]]
+) -> None:
+    plain = ended[:4]
+    assert [status for status, _ in plain] == [2, 0, 2, 0]
+    for _, modules in plain:
         assert not list(filter(is_apart, modules))
     assert sorted(metrics(run)) == [1, 2, 3, 4] and (run / "checkpoints" / "step_4").is_dir()
 
 
-def test_a_part_that_is_chosen_is_the_only_one(tmp_path: Path) -> None:
+def test_a_part_that_is_chosen_is_the_only_one(ended: list[tuple[int, list[str]]]) -> None:
     """Without this the test above could pass because nothing is ever found."""
-    chosen = {
-        "--dropout=0.1": "models.gpt",
-        "--norm=scalenorm": "models.gpt",
-        "--precision=float8": "parallel.float8",
-    }
-    given = [*SMALL, "--use_dummy_dataset", "--num_steps=1"]
-    launches = [
-        [*given, flag, f"--output_dir={tmp_path / str(i)}"] for i, flag in enumerate(chosen)
-    ]
-    ended = [(status, list(filter(is_apart, modules))) for status, modules in endings(launches)]
-    assert ended == [(0, [f"fms_fsdp.{part}"]) for part in chosen.values()]
+    parts = [(status, list(filter(is_apart, modules))) for status, modules in ended[4:]]
+    assert parts == [(0, [f"fms_fsdp.{part}"]) for part in CHOSEN.values()]

@@ -61,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Path:
         (0.3, 2.0, 0.0, False),
         (1.0, 1.0, 0.0, False),
         (0.6, 1.5, 1e-2, False),
-        (0.6, 1.5, 1e-2, True),
+        pytest.param(0.6, 1.5, 1e-2, True, marks=pytest.mark.slow),  # generates code
     ],
 )
 def test_distillation_loss_equals_plain_torch(

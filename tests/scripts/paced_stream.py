@@ -16,7 +16,7 @@ from fms_fsdp.data.stream import TokenStream, build_stream
 
 def build(section: DataConfig, **settings: Any) -> TokenStream:
     """The stream of --use_dummy_dataset; in the first job of a chain it waits a second before each batch, and
-    a third of it while there is the file PACE_FILE."""
+    half of it while there is the file PACE_FILE."""
     stream = build_stream(section, corpus=None, **settings)
     first = (
         os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
@@ -26,7 +26,7 @@ def build(section: DataConfig, **settings: Any) -> TokenStream:
     quick, file = stream.next_batch, os.environ.get("PACE_FILE", "")
 
     def next_batch() -> Batch:
-        time.sleep(0.3 if file and os.path.exists(file) else pause_s)
+        time.sleep(0.5 if file and os.path.exists(file) else pause_s)
         return quick()
 
     stream.next_batch = next_batch  # type: ignore[method-assign]

@@ -18,10 +18,11 @@ import pytest
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import non_defaults
-from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.config.parse import flag_texts, parse_flags
 from fms_fsdp.run.run_dir import lock_folder
-from scripts.quickstart import train_flags
-from scripts.quickstart_text import find_inputs
+from scripts import quickstart_text
+from scripts.quickstart import reads_text, train_flags
+from scripts.quickstart_text import collect, find_inputs
 from tests.cases import cases
 from tests.scripts.conftest import ROOT, environment, fake_python3, wait_for
 
@@ -81,6 +82,15 @@ def test_defaults_then_the_users_flags(repo: Path) -> None:
     assert "expandable_segments" not in str(called(repo)["env"].get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
+def planned(repo: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    """Returns the values of `changed` for these flags, without a start of the script."""
+    monkeypatch.chdir(repo)
+    passed_on = train_flags(["--data_path=data/quickstart-2"], flags)
+    values = non_defaults(parse_flags(TrainConfig, passed_on))
+    as_json: dict[str, Any] = json.loads(json.dumps(values))
+    return as_json
+
+
 SIZES = "seq_length learning_rate num_steps batch_size checkpoint_interval"
 
 
@@ -95,15 +105,22 @@ SIZES = "seq_length learning_rate num_steps batch_size checkpoint_interval"
     ],
 )
 def test_own_data_gets_no_quickstart_defaults(
-    repo: Path, flags: str, missing: str, present: str
+    repo: Path, monkeypatch: pytest.MonkeyPatch, flags: str, missing: str, present: str
 ) -> None:
     (repo / "my.toml").write_text("num_steps = 7\n")
-    shutil.rmtree(repo / "data")
-    ended = train(repo, *flags.split())
-    assert ended.returncode == 0, ended.stderr
-    names = set(changed(repo))
+    names = set(planned(repo, monkeypatch, *flags.split()))
     assert set(present.split()) <= names
     assert not {*missing.split(), "datasets", "weights"} & names
+    assert not reads_text(flag_texts(TrainConfig, flags.split()))
+
+
+def test_own_data_prepares_no_text(repo: Path) -> None:
+    shutil.rmtree(repo / "data")
+    ended = train(repo, "--use_dummy_dataset=True")
+    assert ended.returncode == 0, ended.stderr
+    names = set(changed(repo))
+    assert {"model_variant", "num_steps"} <= names
+    assert not {"data_path", "datasets", "weights"} & names
     assert not (repo / "data").exists()
 
 
@@ -181,20 +198,32 @@ def test_flag_in_any_spelling_is_passed_once(given: str, name: str) -> None:
         (["--data_path=own", "--model_variant=194m"], {}),
     ],
 )
-def test_run_generates_text_at_its_end(
-    repo: Path, flags: list[str], sampled: dict[str, Any]
+def test_samples_are_those_that_the_data_allow(
+    repo: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], sampled: dict[str, Any]
 ) -> None:
-    """With the model in memory: to load it again takes longer than a slow machine's user waits."""
+    make_data(repo)
+    values = planned(repo, monkeypatch, *flags)
+    assert {name: v for name, v in values.items() if name.startswith("sample_")} == sampled
+
+
+def make_data(repo: Path) -> None:
+    """Makes the folders of three corpora, one of them without a tokenizer."""
     for folder in ("data/quickstart-2", "own", "without"):
         (repo / folder).mkdir(parents=True, exist_ok=True)
         if folder != "without":
             (repo / folder / "tokenizer.model").touch()
+
+
+def test_run_generates_text_at_its_end(repo: Path) -> None:
+    """With the model in memory: to load it again takes longer than a slow machine's user waits."""
+    make_data(repo)
     (repo / "runs/mine").mkdir(parents=True)
     texts = "--- step 195 ---\nearly\n--- step 390 ---\ndef main(x):\n    return x\n"
     (repo / "runs/mine/samples.txt").write_text(texts)
-    ended = train(repo, *flags, "--run_name=mine")
+    ended = train(repo, "--run_name=mine")
     assert ended.returncode == 0, ended.stderr
-    assert {name: v for name, v in changed(repo).items() if name.startswith("sample_")} == sampled
+    samples = {name: v for name, v in changed(repo).items() if name.startswith("sample_")}
+    assert samples == {"sample_interval": 195, "sample_prompts": ["def main("]}
     assert "sample  def main(x):\n            return x\n" in ended.stdout
     assert "early" not in ended.stdout
     assert re.search(r"^time    ((\w+ \d+ s, )*\w+ \d+ s: )?\d+ s in total$", ended.stdout, re.M)
@@ -361,6 +390,31 @@ def test_environment_is_made_with_constraints(repo: Path, tmp_path: Path) -> Non
     assert "installing packages into .venv (dev)" in ended.stderr
 
 
+def test_prose_is_documentation_and_docstrings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text once and in the same order; short texts and tests are skipped."""
+    monkeypatch.setattr(quickstart_text, "DOCUMENTED", ())
+    page, docstring = "A page. " * 60, "A docstring. " * 40
+    for name, text in {
+        "site/one/METADATA": page,
+        "site/one/copy.md": page,
+        "site/one/short.rst": "Too short.",
+        "stdlib/module.py": f'"""{docstring}"""\n',
+        "stdlib/tests/module.py": f'"""{docstring} Of a test."""\n',
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for name in ("first", "second"):
+        collect(tmp_path / "stdlib", tmp_path / "site", tmp_path / name)
+    first = (tmp_path / "first").read_text()
+    assert first == (tmp_path / "second").read_text()
+    texts = [json.loads(line)["text"].strip() for line in first.splitlines()]
+    assert sorted(texts) == [docstring.strip(), page.strip()]
+
+
+@pytest.mark.slow  # reads all packages twice
 def test_quickstart_text_is_deterministic(tmp_path: Path) -> None:
     made = []
     for name in ("one", "two"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,11 @@ echo "$*" >"${0%/*}/srun.txt"
 while [[ "$1" == --* ]]; do shift; done
 SLURM_STEP_NUM_NODES=1 SLURM_PROCID=0 "$@"
 """
+# The script looks at its job every three seconds: here thirty times as often, and each time is noted.
+SLEEP = f"""#!/bin/bash
+echo "$*" >>"${{0%/*}}/slept.txt"
+exec {shutil.which("sleep")} 0.1
+"""
 
 
 @pytest.fixture
@@ -35,9 +41,11 @@ def submit(repo: Path) -> Submit:
         "scontrol": "",
         "scancel": "",
         "squeue": "echo 4000000000",
+        "sleep": SLEEP,
     }.items():
         note = f'#!/bin/bash\necho "{name} $*" >>"{repo}/asked.txt"\n{text}\n'
-        (fake / name).write_text(text if name == "srun" else note)
+        is_script = text.startswith("#!")
+        (fake / name).write_text(text if is_script else note)
         (fake / name).chmod(0o755)
     copy = repo.parent / "slurm_script"
     copy.write_text((repo / "scripts/train.slurm").read_text())
@@ -70,6 +78,12 @@ def asked(repo: Path) -> list[str]:
     ]
 
 
+def num_looks(repo: Path) -> int:
+    """Returns how often the script has looked at its job."""
+    notes = repo / "fake/slept.txt"
+    return len(notes.read_text().splitlines()) if notes.exists() else 0
+
+
 @pytest.mark.parametrize(("plan", "status"), [("finished:0", 0), ("failed:1", 137)])
 def test_elastic_job_outlives_a_node(repo: Path, submit: Submit, plan: str, status: int) -> None:
     """srun gives the status of a node that was killed; how the run ended counts."""
@@ -84,6 +98,9 @@ def test_elastic_job_outlives_a_node(repo: Path, submit: Submit, plan: str, stat
     assert job.returncode == status, output
     options = (repo / "fake/srun.txt").read_text().split()
     assert {"--no-kill", "--wait=0"} <= set(options) and "--wait=300" not in options
+
+
+def test_nodes_of_a_fixed_number_end_together(repo: Path, submit: Submit) -> None:
     submit("--num_steps=3", NNODES="3").communicate(timeout=300)
     options = (repo / "fake/srun.txt").read_text().split()
     assert "--wait=300" in options and "--no-kill" not in options
@@ -139,8 +156,12 @@ def test_stop_does_not_reach_another_job(repo: Path, submit: Submit) -> None:
     wait_for(repo / "waiting")
     folder = repo / "runs/job-7"
     (folder / "slurm_job").write_text("6\n")
+    looks = num_looks(repo)
     job.send_signal(signal.SIGTERM)
-    time.sleep(4)
+    deadline = time.monotonic() + 30
+    while num_looks(repo) < looks + 3:  # the first may have begun before the signal
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert not (folder / "STOP").exists()
     (folder / "slurm_job").write_text("7\n")
     output, _ = job.communicate(timeout=300)

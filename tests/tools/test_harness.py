@@ -115,6 +115,7 @@ def test_exported_folder_gives_the_same_results(
     assert torch.equal(run(tokens), hf(tokens))
 
 
+@pytest.mark.slow  # imports lm_eval
 def test_unknown_task_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", f"--path={folder}/run", "--tasks=nothing_of_the_kind"]) == 2
     assert "--tasks=nothing_of_the_kind" in capsys.readouterr().err

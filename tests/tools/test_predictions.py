@@ -146,24 +146,53 @@ def test_layouts_of_a_search_can_be_typed() -> None:
     assert sum(map(check_search, range(6))) > 7
 
 
-def test_search_keeps_flags_and_prints_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = f"{H100} --model_variant=llama3_8b --num_devices=8 --tp_size=2 --recompute=ops"
-    first, head, *rows = printed(f"{flags} --search", capsys).splitlines()
-    assert first.startswith("llama3_8b on 8 x h100_80gb, 1,024 sequences per step: the fastest")
+SMALL = "--num_layers=4 --hidden_size=512 --num_attention_heads=8 --vocab_size=1000"
+
+
+def own_device(folder: Path, memory_gib: float) -> str:
+    """Returns the flags of a device of this memory."""
+    path = folder / f"own_{memory_gib}.toml"
+    path.write_text(
+        f"[mine]\nmemory_gib = {memory_gib}\ntflops = {{ bf16 = 100 }}\nmemory_gb_s = 1000\n"
+        'node_gb_s = 32\nnet_gb_s = 12.5\nwatts = 300\nsource = "mine"\n'
+    )
+    return f"--device=mine --hardware={path}"
+
+
+def check_printed_search(
+    flags: str, no_layout: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checks the table of a search, and the advice of one on half the devices that it needs."""
+    kept = "--tp_size=2 --recompute=ops"
+    first, head, *rows = printed(f"{flags} {kept} --search", capsys).splitlines()
+    assert first.startswith(line)
     assert head.endswith("flags") and 1 <= len(rows) <= 5
     assert all("--tp_size=2" in row and "--recompute=ops" in row for row in rows)
-    none = f"{H100} --model_variant=llama3_70b --num_devices=4 --search"
-    assert "no layout fits 95% of the memory; try --num_devices=8" in printed(none, capsys)
+    advice = printed(f"{no_layout} --search", capsys)
+    half = int(re.findall(r"--num_devices=(\d+)", no_layout)[0])
+    assert f"no layout fits 95% of the memory; try --num_devices={2 * half}" in advice
+
+
+def test_search_keeps_flags_and_prints_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f"{SMALL} --seq_length=512 --batch_tokens=32768"
+    flags = f"{own_device(tmp_path, 24)} {model} --num_devices=4"
+    no_layout = f"{own_device(tmp_path, 0.05)} {model} --num_devices=2"
+    line = "7b on 4 x mine, 64 sequences per step: the fastest"
+    check_printed_search(flags, no_layout, line, capsys)
+
+
+@pytest.mark.slow
+def test_search_of_large_models_prints_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{H100} --model_variant=llama3_8b --num_devices=8"
+    no_layout = f"{H100} --model_variant=llama3_70b --num_devices=4"
+    line = "llama3_8b on 8 x h100_80gb, 1,024 sequences per step: the fastest"
+    check_printed_search(flags, no_layout, line, capsys)
 
 
 def test_own_device_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "own.toml"
-    path.write_text(
-        "[mine]\nmemory_gib = 24\ntflops = { bf16 = 100 }\nmemory_gb_s = 1000\nnode_gb_s = 32\n"
-        'net_gb_s = 12.5\nwatts = 300\nsource = "mine"\n'
-    )
-    shape = "--num_layers=4 --hidden_size=512 --num_attention_heads=8 --vocab_size=1000"
-    plan = values(f"--device=mine --hardware={path} {shape} --num_devices=4", capsys)
+    plan = values(f"{own_device(tmp_path, 24)} {SMALL} --num_devices=4", capsys)
     assert plan["parameters"] == 4 * (4 * 512**2 + 3 * 512 * 1408 + 2 * 512) + 2 * 1000 * 512 + 512
     assert plan["device"] == "mine" and plan["available"] == 24 * 2**30
 
