@@ -172,9 +172,10 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_evaluation_and_generation_equal_one_process(world: int) -> None:
+    alone = {documents: passes_between_steps({}, documents) for documents in (False, True)}
     for found in run_ranks(each_pass, world, LAYOUTS[world]):
         for flags, (trained, seen) in zip(LAYOUTS[world], found, strict=True):
-            wanted, wanted_seen = passes_between_steps({}, has_documents(flags))
+            wanted, wanted_seen = alone[has_documents(flags)]
             assert trained == pytest.approx(wanted, rel=1e-4)
             for some, others in zip(seen, wanted_seen, strict=True):
                 is_loss = isinstance(others, dict)
