@@ -170,7 +170,7 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
             run.model.vocab_size,
             None,
             found.resume,
-            dp_rank=run.dims.place(world.rank, "dp"),
+            dp_rank=run.dims.axis_rank(world.rank, "dp"),
             pin_memory=device.type == "cuda",
         )
         at_end.callback(stream.close)
