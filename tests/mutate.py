@@ -14,7 +14,8 @@ that survives these also meets the slow tests of the same files.
 
 The script reads the checkout and never writes to it. Each verdict is a line of a file in `--work`, so a run
 that was stopped continues. `--faults` takes the faults of such a file and finds each in the present code by its
-function, text and line. So the same faults can be tried before and after a change of the tests.
+function, text and line. So the same faults can be tried before and after a change of the tests. The test that
+noticed a fault before is tried first.
 
 A fault is *killed* by a test, *survived* if all tests passed, had *no time* if the budget ended before the
 tests, had *no tests* if none ran, or is *gone* if its line has changed since. A fault that survives changes no
@@ -37,11 +38,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from coverage import Coverage, CoverageData
@@ -490,8 +492,11 @@ class Judge:
         shutil.rmtree(self._clean)
         shutil.rmtree(self._faulty)
 
-    def judge(self, fault: Fault, slow: bool) -> Verdict:
-        """Returns the verdict of the quick tests or, if the fault survives these, of the slow tests."""
+    def judge(self, fault: Fault, slow: bool, known_test: str = "") -> Verdict:
+        """Returns the verdict of the quick tests or, if the fault survives these, of the slow tests.
+
+        `known_test` noticed the fault in another run, and is tried before all of them.
+        """
         begin = time.monotonic()
         original = self._clean / fault.path
         content = original.read_bytes()
@@ -502,12 +507,24 @@ class Judge:
         os.utime(path, (modified_s, modified_s))
         tests = self._covered.tests(fault)
         try:
-            verdict = self._first_notice(tests, QUICK, self._limits.quick_s)
+            verdict = self._notice_of(known_test)
+            if verdict.outcome != KILLED:
+                verdict = self._first_notice(tests, QUICK, self._limits.quick_s)
             if slow and verdict.outcome != KILLED:
                 verdict = of_both(verdict, self._first_notice(tests, SLOW, self._limits.slow_s))
         finally:
             shutil.copy2(original, path)
         return replace(verdict, seconds=round(time.monotonic() - begin, 1))
+
+    def _notice_of(self, test: str) -> Verdict:
+        """Returns the verdict of one test; it notices nothing if it is gone."""
+        if "::" not in test:
+            return Verdict(NO_TESTS)
+        both = f"{QUICK} or {SLOW}"
+        verdict = run_tests(self._faulty, [test], both, self._limits.slow_s, self._limits.hang_s)
+        if verdict.how == "failed" and self._is_by_fault(test):
+            return verdict
+        return Verdict(NO_TESTS)
 
     def _first_notice(self, tests: list[str], marker: str, budget_s: float) -> Verdict:
         """Returns the verdict of one set of tests, without those that fail for another reason."""
@@ -544,15 +561,23 @@ class Judge:
 
 
 def verdicts(
-    faults: list[Fault], log: Path, covered: Covered | Nearest, limits: Limits, slow: bool
+    faults: list[Fault],
+    log: Path,
+    covered: Covered | Nearest,
+    limits: Limits,
+    slow: bool,
+    known_tests: Mapping[tuple[str | int, ...], str] = MappingProxyType({}),
 ) -> Iterator[tuple[Fault, Verdict]]:
-    """Yields each fault with its verdict: that of an earlier run, if `log` has it."""
+    """Yields each fault with its verdict: that of an earlier run, if `log` has it.
+
+    known_tests   by the place of a fault, the test that noticed it in another run
+    """
     known = recorded(log)
     judge: Judge | None = None
     for fault in faults:
         if fault not in known:
             judge = judge or Judge(log, covered, limits)
-            known[fault] = judge.judge(fault, slow)
+            known[fault] = judge.judge(fault, slow, known_tests.get(fault.place, ""))
             record(log, fault, known[fault])
         yield fault, known[fault]
     if judge:
@@ -592,9 +617,12 @@ def main() -> None:
     given = parser.parse_args()
 
     gone: list[Fault] = []
+    known_tests: dict[tuple[str | int, ...], str] = {}
     if given.faults:
         name = f"again-{given.faults.stem}"
         faults, gone = found_again(given.faults, all_faults())
+        for fault, verdict in recorded(given.faults).items():
+            known_tests[fault.place] = verdict.test if verdict.outcome == KILLED else ""
     elif given.per_package:
         name = f"per_package{given.per_package}-seed{given.seed}"
         faults = chosen_of_packages(all_faults(), given.per_package, given.seed)
@@ -617,7 +645,7 @@ def main() -> None:
             record(log, fault, Verdict(GONE))
     covered = Nearest() if given.nearest else Covered(work)
     limits = Limits(given.budget_s, given.slow_budget_s, given.hang_s)
-    judged = verdicts(faults, log, covered, limits, given.slow)
+    judged = verdicts(faults, log, covered, limits, given.slow, known_tests)
     for count, (fault, verdict) in enumerate(judged, 1):
         outcomes.setdefault(package_of(fault), Counter())[verdict.outcome] += 1
         before = fault.before.partition("\n")[0]

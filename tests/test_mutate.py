@@ -81,7 +81,10 @@ def test_failure_without_fault_is_not_a_kill(project: Path) -> None:
     limits = mutate.Limits(quick_s=600, slow_s=600, hang_s=600)
     judge = mutate.Judge(project.parent / "work/log.jsonl", mutate.Nearest(), limits)
     verdict = judge.judge(fault, slow=True)
+    again = judge.judge(fault, slow=True, known_test="tests/test_sums.py::test_double")
     judge.close()
     assert verdict.outcome == mutate.KILLED
     assert verdict.test == "tests/test_sums.py::test_double"
     assert verdict.excluded == ["tests/test_sums.py::test_broken"]
+    assert (again.outcome, again.test) == (mutate.KILLED, verdict.test)
+    assert not again.excluded  # no other test ran

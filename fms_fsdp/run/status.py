@@ -30,8 +30,11 @@ from fms_fsdp.errors import (
 from fms_fsdp.files import read_json, write_atomically
 from fms_fsdp.run.agent import agent_pid, await_rank0, release_ranks
 
-RUNNING, FINISHED, RESUME_ME = "running", "finished", "resume_me"
-BAD_INPUT, FAILED = "bad_input", "failed"
+RUNNING = "running"
+FINISHED = "finished"
+RESUME_ME = "resume_me"
+BAD_INPUT = "bad_input"
+FAILED = "failed"
 EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
 
 
@@ -39,98 +42,120 @@ class RunStatus:
     """How a launch ends. As a context manager, turns exceptions into outcome, file and message."""
 
     def __init__(self) -> None:
-        self.rank, self.restart = env_rank(), env_int("TORCHELASTIC_RESTART_COUNT", 0)
-        self.folder: Path | None = None
+        self.rank = env_rank()
+        self.restart = env_int("TORCHELASTIC_RESTART_COUNT", 0)
+        self.folder: Path | None = None  # until this rank may write into the run directory
         self.has_agent = agent_pid() != 0
         self.is_training = False  # until then, a file that cannot be used is bad input
         self.current_step: Callable[[], int] = lambda: 0
-        self.outcome, self.reason = "", ""
-        self._worlds: list[list[int]] = []
+        self.outcome = ""
+        self.reason = ""
+        self._worlds: list[list[int]] = []  # [step, ranks] wherever the number of ranks changes
         self._reported: BaseException | None = None
-        self._is_on_all_ranks, self._step_saved = False, 0.0
+        self._is_on_all_ranks = False  # whether every rank found the bad input
+        self._step_saved = 0.0  # time.monotonic()
 
     @property
     def exit_status(self) -> int:
-        is_final = self._is_on_all_ranks and "LAUNCH_OUTCOME" in os.environ  # a restart is useless
+        # torchrun would start the ranks again, only for the same end on all of them. The launcher
+        # reads the outcome from its file.
+        is_final = self._is_on_all_ranks and "LAUNCH_OUTCOME" in os.environ
         if self.has_agent and (self.outcome == RESUME_ME or is_final):
             return 0
         return EXIT_STATUS[self.outcome or FAILED]
 
     def open(self, folder: Path, start_step: int) -> None:
         """Writes status.json into the run directory from here on: its lock is held."""
-        self.folder, size = folder, env_int("WORLD_SIZE", 1)
+        self.folder = folder
         if self.rank == 0:
+            size = env_int("WORLD_SIZE", 1)
             self._worlds = read_json(folder / "status.json").get("worlds", [])
             if not self._worlds or self._worlds[-1][1] != size:
                 self._worlds.append([start_step, size])
             self._write(folder / "status.json", RUNNING)
-            if job := os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID"):
+            job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
+            if job:
                 with suppress(OSError):
-                    write_atomically(
-                        folder / "slurm_job", f"{job}\n"
-                    )  # train.slurm, pulse.sh read it
+                    # train.slurm and pulse.sh read it.
+                    write_atomically(folder / "slurm_job", f"{job}\n")
         self._write_outcome(RUNNING)
 
     def save_step(self) -> None:
         """Writes the current step into status.json of a running launch, at most once a second."""
+        if self.rank != 0 or self.folder is None:
+            return
         now = time.monotonic()
-        if self.rank == 0 and self.folder is not None and now - self._step_saved >= 1.0:
-            self._step_saved = now
-            if not self.peer_failed():  # else its reason and the step of its data would be lost
-                self._write(self.folder / "status.json", RUNNING)
+        if now - self._step_saved < 1.0:
+            return
+        self._step_saved = now
+        if not self.peer_failed():  # else its reason and the step of its data would be lost
+            self._write(self.folder / "status.json", RUNNING)
 
     def end(self, outcome: str, reason: str) -> None:
-        self.outcome, self.reason = outcome, reason
+        """Sets the end of the launch, which `__exit__` records."""
+        self.outcome = outcome
+        self.reason = reason
 
     def report(self, error: BaseException) -> None:
         """Records and prints the error that ends this rank, once, before anything is closed."""
         if error is self._reported or isinstance(error, SystemExit | GeneratorExit):
             return
         if self._reported is not None:  # closing failed too; the first reason is kept
-            return self.print(f"[rank {self.rank}] then {type(error).__name__}: {error}")
-        self._reported, self.reason = error, " ".join(str(error).split())
+            self.print(f"[rank {self.rank}] then {type(error).__name__}: {error}")
+            return
+        self._reported = error
         if not self.is_training and is_for_user(error) and not isinstance(error, UserError):
             error = UserError(str(error))
         if isinstance(error, OSError) and is_storage_failure(error) and error.filename is not None:
             error = read_failed(error.filename, error.strerror, on_one_rank=self.rank != 0)
-            self.reason = str(error)
-        if isinstance(error, UserError):
-            self.outcome, self._is_on_all_ranks = BAD_INPUT, not error.on_one_rank
-            is_repeated = self._is_repeated(self.reason)
-            self._enter(BAD_INPUT, alone=error.on_one_rank, data_step=error.data_step)
-            is_reported_here = self.rank == 0 or error.on_one_rank
-            if is_reported_here and not is_repeated:
-                self.print(f"error: {self.reason}")
-            if error.on_one_rank:
-                return
-            if self.rank == 0:
-                release_ranks()
-            else:
-                await_rank0()
-            return
         if isinstance(error, KeyboardInterrupt):
             error = RunFailed("interrupted by a second SIGINT; the last checkpoint stays")
-            self.reason = str(error)
-        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        self.fail(self.reason if isinstance(error, RunFailed) else reason)
-        if not isinstance(error, RunFailed):
+        self.reason = " ".join(str(error).split())  # one line
+        if isinstance(error, UserError):
+            self._report_bad_input(error)
+        elif isinstance(error, RunFailed):
+            self.fail(self.reason)
+            if error.on_one_rank:
+                self.print(f"[rank {self.rank}] failed: {error}")
+            elif self.rank == 0:
+                self.print(f"failed: {error}")
+        else:  # a bug: every rank prints its traceback
+            self.fail(f"{type(error).__name__}: {str(error).strip()}".splitlines()[0])
             self.print(f"[rank {self.rank}] " + "".join(traceback.format_exception(error)))
-        elif self.rank == 0 or error.on_one_rank:
-            self.print(f"{f'[rank {self.rank}] ' if error.on_one_rank else ''}failed: {error}")
+
+    def _report_bad_input(self, error: UserError) -> None:
+        self.outcome = BAD_INPUT
+        self._is_on_all_ranks = not error.on_one_rank
+        is_repeated = self._is_repeated(self.reason)
+        self._record_end(BAD_INPUT, on_one_rank=error.on_one_rank, data_step=error.data_step)
+        is_reported_here = self.rank == 0 or error.on_one_rank
+        if is_reported_here and not is_repeated:
+            self.print(f"error: {self.reason}")
+        if error.on_one_rank:
+            return
+        # The agent ends all ranks when one has ended: let rank 0 print first.
+        if self.rank == 0:
+            release_ranks()
+        else:
+            await_rank0()
 
     def fail(self, reason: str) -> None:
-        self.outcome, self.reason = FAILED, reason
-        self._enter(FAILED, alone=True)
+        """Records that the run has failed."""
+        self.outcome = FAILED
+        self.reason = reason
+        self._record_end(FAILED, on_one_rank=True)
 
     def abort(self, outcome: str, reason: str) -> NoReturn:
         """Ends the process at once, from any thread; saves nothing."""
-        self.outcome, self.reason = outcome, reason
-        self._enter(outcome, alone=True)
+        self.outcome = outcome
+        self.reason = reason
+        self._record_end(outcome, on_one_rank=True)
         if self.rank == 0:
             self.print(reason)
         os._exit(self.exit_status)
 
     def peer_failed(self) -> bool:
+        """Returns whether a rank has recorded an error of this launch."""
         content = read_json(self.folder / "status.json") if self.folder else {}
         return content.get("status") in (FAILED, BAD_INPUT)
 
@@ -153,7 +178,7 @@ class RunStatus:
         if error is not None:
             self.report(error)
         elif self.outcome:
-            self._enter(self.outcome, alone=False)
+            self._record_end(self.outcome, on_one_rank=False)
         return True
 
     def print(self, text: str) -> None:
@@ -188,25 +213,40 @@ class RunStatus:
             return None
         return Path(error_file).parents[2] / name  # of attempt_<number>/<local rank>/error.json
 
-    def _enter(self, status: str, *, alone: bool, data_step: int | None = None) -> None:
-        """Writes the files; `alone`: this rank writes for itself. The first end is kept."""
-        path = self.folder / "status.json" if self.folder else None
-        if path and (alone or self.rank == 0) and read_json(path).get("status") == RUNNING:
-            self._worlds = self._worlds or read_json(path).get("worlds", [])
-            self._write(path, status, **({"data_step": data_step} if data_step else {}))
+    def _record_end(self, status: str, *, on_one_rank: bool, data_step: int | None = None) -> None:
+        """Writes the end of the launch into both files, unless another rank was first.
+
+        `on_one_rank`: the others may not know it, so this rank writes even if it is not rank 0.
+        """
+        if self.folder is not None and (on_one_rank or self.rank == 0):
+            path = self.folder / "status.json"
+            before = read_json(path)
+            if before.get("status") == RUNNING:
+                self._worlds = self._worlds or before.get("worlds", [])
+                more = {"data_step": data_step} if data_step else {}
+                self._write(path, status, **more)
         self._write_outcome(status)
 
     def _write_outcome(self, status: str) -> None:
         path = Path(os.environ.get("LAUNCH_OUTCOME", ""))
-        if not path.name or env_int("LOCAL_RANK", 0) and status != FAILED:
+        if not path.name:  # no launcher reads it
+            return
+        # A failure may be known to one rank alone; the other ends are written once per machine.
+        if status != FAILED and env_int("LOCAL_RANK", 0) != 0:
             return
         before = read_json(path)
-        if status == RUNNING or before.get("status") == RUNNING or "attempt" not in before:
+        has_ended = "attempt" in before and before.get("status") != RUNNING
+        if status == RUNNING or not has_ended:
             self._write(path, status, attempt=self.restart, claimed=self.folder is not None)
 
     def _write(self, path: Path, status: str, **more: int) -> None:
-        content = {"status": status, "step": self.current_step(), "reason": self.reason}
-        text = json.dumps(content | {"worlds": self._worlds} | more) + "\n"
+        content = {
+            "status": status,
+            "step": self.current_step(),
+            "reason": self.reason,
+            "worlds": self._worlds,
+        }
+        text = json.dumps(content | more) + "\n"
         try:
             write_atomically(path, text)
         except OSError:  # a full disk: the old file's block still has room

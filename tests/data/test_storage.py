@@ -6,7 +6,10 @@ import errno
 import importlib.util
 import logging
 import os
+import select
 import socket
+import socketserver
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +107,52 @@ def test_s3_batches_equal_local_ones(local: dict[str, Files], s3_port: int, layo
     store = check_same_batches(local[layout], s3_uri(f"corpus/{layout}", s3_port))
     pages = sum(-(-size // PAGE) for size in store.sizes.values())
     assert store._pages is not None and 0 < store._pages.num_fetched <= pages  # each at most once
+
+
+class CuttingProxy(socketserver.ThreadingTCPServer):
+    """Passes connections on to a port of this machine, and closes some of them within an answer."""
+
+    def __init__(self, port: int, cuts: int) -> None:
+        super().__init__(("127.0.0.1", 0), Passing)
+        self.target = port
+        self.cuts_left = cuts
+        self.is_closing = False
+
+    def close(self) -> None:
+        self.is_closing = True
+        self.shutdown()
+        self.server_close()  # waits for the threads of the connections
+
+
+class Passing(socketserver.BaseRequestHandler):
+    server: CuttingProxy
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.server.target)) as store:
+            others = {self.request: store, store: self.request}
+            while not self.server.is_closing:
+                ready, _, _ = select.select(list(others), [], [], 0.1)
+                for source in ready:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    # An answer this long has a piece of a file, not only headers or a listing.
+                    if source is store and len(data) > 20_000 and self.server.cuts_left > 0:
+                        self.server.cuts_left -= 1
+                        self.request.sendall(data[:10_000])
+                        return
+                    others[source].sendall(data)
+
+
+@needs_moto
+def test_cut_answers_are_read_again(local: dict[str, Files], s3_port: int) -> None:
+    proxy = CuttingProxy(s3_port, cuts=3)
+    threading.Thread(target=proxy.serve_forever, args=(0.05,)).start()
+    try:
+        check_same_batches(local["lists"], s3_uri("corpus/lists", proxy.server_address[1]))
+        assert proxy.cuts_left == 0
+    finally:
+        proxy.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

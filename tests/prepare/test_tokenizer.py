@@ -64,6 +64,19 @@ def test_trained_model_round_trips_text(model_type: str, source_code: list[str])
     assert tokenizer.decode(tokenizer.encode(["a▁b"])[0]) == "a b"  # the one exception
 
 
+def test_tokenizer_of_documentation_round_trips_code(source_code: list[str]) -> None:
+    """A tokenizer of other text than it encodes: bytes stand for the characters that it lacks."""
+    pages = Path(__file__).resolve().parents[2].glob("docs/**/*.md")
+    prose = [path.read_text().replace("\u2581", "_") for path in sorted(pages)]
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(prose, 800, "bpe"), "test")
+    for texts in (prose, source_code):
+        encoded = tokenizer.encode(texts)
+        assert [tokenizer.decode(ids) for ids in encoded] == texts
+        num_bytes = sum(len(text.encode()) for text in texts)
+        assert 1.5 * sum(map(len, encoded)) < num_bytes
+    assert tokenizer.decode(tokenizer.encode(ODD_TEXTS)[-1]) == ODD_TEXTS[-1]
+
+
 def test_training_is_deterministic(source_code: list[str], model: bytes) -> None:
     assert train_sentencepiece(iter(source_code), 600, "bpe") == model
 
