@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fms_fsdp.checkpoint.folders import (
     Checkpoint,
@@ -17,17 +17,17 @@ from fms_fsdp.checkpoint.folders import (
     find_checkpoint,
     leftovers,
 )
-from fms_fsdp.checkpoint.trained import checkpoint_tokenizer
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
-from fms_fsdp.data.tokenizer import folder_tokenizer
 from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
 from fms_fsdp.errors import UserError, read_failed
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.state import RunConfig, TrainMetadata
-from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer
+
+if TYPE_CHECKING:
+    from fms_fsdp.tokenizers.tokenizer import UsedTokenizer
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,11 @@ def _choose_for_data(
     cfg: TrainConfig, corpus: Corpus | None, corrupt: dict[Path, str]
 ) -> ResumePoint:
     resume = choose_checkpoint(cfg, corrupt)
-    used = None if resume.checkpoint is None else checkpoint_tokenizer(resume.checkpoint)
+    used: UsedTokenizer | None = None
+    if resume.checkpoint is not None:
+        from fms_fsdp.checkpoint.trained import checkpoint_tokenizer
+
+        used = checkpoint_tokenizer(resume.checkpoint)
     if resume.hf_weights:
         from fms_fsdp.hf.tokenizer import hf_used_tokenizer
         from fms_fsdp.hf.weights import open_checkpoint
@@ -220,10 +224,14 @@ def check_tokenizer(
     cfg: TrainConfig, corpus: Corpus | None, used: UsedTokenizer | None, fix: str
 ) -> None:
     """Raises UserError if weights `used` another tokenizer than the data, as far as both are known."""
-    if corpus is not None and used is not None:
-        path = cfg.data.data_path
-        own = folder_tokenizer(f"--data_path={path}", corpus.tokenizer, path)
-        check_same_tokenizer(own, used, fix)
+    if corpus is None or used is None:
+        return
+    from fms_fsdp.data.tokenizer import folder_tokenizer
+    from fms_fsdp.tokenizers.tokenizer import check_same_tokenizer
+
+    path = cfg.data.data_path
+    own = folder_tokenizer(f"--data_path={path}", corpus.tokenizer, path)
+    check_same_tokenizer(own, used, fix)
 
 
 def check_resume(run: RunConfig, resume: ResumePoint) -> None:

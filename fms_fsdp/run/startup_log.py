@@ -16,7 +16,6 @@ from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.data.inspection import sources_without_labels
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
-from fms_fsdp.data.tokenizer import unk_warnings
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import log, log_for_files
 from fms_fsdp.models.flops import num_params
@@ -237,6 +236,8 @@ def log_startup(
     world, start = budget.machine.world, resume.start
     warnings = [budget.warning(run), axes_across_nodes(run.dims, world.local_size)]
     if corpus is not None and world.rank == 0:
+        from fms_fsdp.data.tokenizer import unk_warnings
+
         warnings += unk_warnings(corpus.storage, [source.name for source in corpus.sources])
     for warning in filter(None, warnings):
         log.warning(warning)
