@@ -40,7 +40,8 @@ class Console(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._terminal = stream.fileno() if stream.isatty() else _terminal_behind()
         self._has_colors = self._terminal is not None and not os.environ.get("NO_COLOR")
-        self._wrote_at, self._is_shown = 0.0, False
+        self._wrote_at = 0.0
+        self._is_shown = False
 
     def show(self, text: str) -> None:
         """Rewrites the live line, a quarter of a second after the last line at the earliest."""
@@ -49,7 +50,8 @@ class Console(logging.StreamHandler[TextIO]):
             return
         self.acquire()  # a save in the background may write a line
         self._rewrite(text)
-        self._wrote_at, self._is_shown = now, True
+        self._wrote_at = now
+        self._is_shown = True
         self.release()
 
     def emit(self, record: logging.LogRecord) -> None:

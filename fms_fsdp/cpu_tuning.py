@@ -75,7 +75,9 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it; musl and macOS do not
     if mallopt is None:
         return False
-    trim_threshold, mmap_threshold, never = -1, -3, -1
+    trim_threshold = -1
+    mmap_threshold = -3
+    never = -1
     for size in (2**31 - 1, 2**25):  # glibc before 2.35 takes 32 MiB at most
         if mallopt(mmap_threshold, size):
             return bool(mallopt(trim_threshold, never))

@@ -119,7 +119,8 @@ def attach_teacher(
     Raises:
         UserError: the weights are corrupt.
     """
-    cfg, checkpoint = run.config, found.checkpoint
+    cfg = run.config
+    checkpoint = found.checkpoint
     precision = _teacher_precision(run.precision)
     teacher = parallelize(
         found.shape, cfg.parallel, mesh, device=device, precision=precision, seed=0
@@ -185,7 +186,8 @@ class DistillingSoftmax:
         z_loss: float = 0.0,
     ) -> tuple[torch.Tensor, ...]:
         size = len(logits_CV)
-        h_CD, self.theirs_ND = self.theirs_ND[:size], self.theirs_ND[size:]
+        h_CD = self.theirs_ND[:size]
+        self.theirs_ND = self.theirs_ND[size:]
         theirs_CV = torch.mm(h_CD, self.head_VD.T, out=empty_logits(h_CD, size, len(self.head_VD)))
         # Outside of the kernel, which may overwrite the logits before it reads them at the labels.
         ours, theirs = ((chunk, chunk.gather(1, label_C1)) for chunk in (logits_CV, theirs_CV))

@@ -60,7 +60,8 @@ class UserError(ValueError):
         self, text: str, *, on_one_rank: bool = False, data_step: int | None = None
     ) -> None:
         super().__init__(" ".join(text.split()))
-        self.on_one_rank, self.data_step = on_one_rank, data_step
+        self.on_one_rank = on_one_rank
+        self.data_step = data_step
 
 
 class MissingInput(UserError, FileNotFoundError):

@@ -142,8 +142,11 @@ class Evaluator:
         is_stopped: Callable[[], bool],
         every_tokens: int = 0,
     ) -> None:
-        self._cfg, self._sources, self._metrics = run.config.eval, sources, metrics
-        self._mark, self._every_tokens = mark, every_tokens
+        self._cfg = run.config.eval
+        self._sources = sources
+        self._metrics = metrics
+        self._mark = mark
+        self._every_tokens = every_tokens
         self._evaluate = partial(
             evaluate,
             model,
@@ -187,12 +190,15 @@ class Evaluator:
         return [source for source in self._sources if self._is_due(source.group, state)]
 
     def _is_due(self, group: str, state: TrainState) -> bool:
-        cfg, step, is_last = self._cfg, state.step, state.is_done
+        cfg = self._cfg
+        step = state.step
+        is_last = state.is_done
         if group == "test":
             return is_last
         if step == state.start:
             return cfg.eval_at_start or state.evaluation_pending
-        tokens, every = state.tokens_seen, self._every_tokens
+        tokens = state.tokens_seen
+        every = self._every_tokens
         if every and tokens // every > (tokens - state.current.tokens) // every:
             return True
         if cfg.eval_interval and step % cfg.eval_interval == 0:

@@ -53,7 +53,8 @@ def load(
     folder = Path(path).expanduser()
     if is_hf_checkpoint(folder):
         check_no_step(step)
-        weights, tokenizer = open_checkpoint(folder, name), find_hf_tokenizer(folder)
+        weights = open_checkpoint(folder, name)
+        tokenizer = find_hf_tokenizer(folder)
         rules = hf_text_rules(folder, tokenizer)
         model = _allocate(weights.config, device)
         fill(model, weights)
@@ -139,7 +140,8 @@ def generate(
         UserError: a prompt does not fit the model, or the logits are not finite.
     """
     check_prompts(prompts, model.config)
-    lengths, max_len = [len(prompt) for prompt in prompts], model.config.max_seq_len
+    lengths = [len(prompt) for prompt in prompts]
+    max_len = model.config.max_seq_len
     ends = [min(max_len, length + max_new_tokens) for length in lengths]
     generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
     caches = [KVCache(max(ends)) for _ in range(model.config.num_layers)]
@@ -174,7 +176,8 @@ def generate(
 
 def check_prompts(prompts: Sequence[Sequence[int]], config: TransformerConfig) -> None:
     """Raises UserError if a prompt is empty, too long, or has a token that the model lacks."""
-    lengths, max_len = [len(prompt) for prompt in prompts], config.max_seq_len
+    lengths = [len(prompt) for prompt in prompts]
+    max_len = config.max_seq_len
     if min(lengths) == 0 or max(lengths) >= max_len:
         raise UserError(
             f"prompts of {min(lengths)} to {max(lengths)} tokens must have 1 to {max_len - 1} "

@@ -79,8 +79,12 @@ class Sampler:
         mark: Callable[[str], None],
         is_stopped: Callable[[], bool],
     ) -> None:
-        self._interval, self._file = cfg.eval.sample_interval, Path(cfg.output_dir, "samples.txt")
-        self._prompts, self._metrics, self._alive, self._mark = prompts, metrics, alive, mark
+        self._interval = cfg.eval.sample_interval
+        self._file = Path(cfg.output_dir, "samples.txt")
+        self._prompts = prompts
+        self._metrics = metrics
+        self._alive = alive
+        self._mark = mark
         self._model = cast(Llama, model)
         self._is_stopped = is_stopped  # whether the launch ends, identical on every rank
         self._tokenizer = find_tokenizer(cfg.data.data_path) if mesh.is_main else None

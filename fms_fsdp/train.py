@@ -210,7 +210,8 @@ def next_batch(settings: StepSettings, state: TrainState) -> Batch:
     """
     with checking_input(on_one_rank=True, data_step=state.step + 1), record_function("data"):
         batch = state.stream.next_batch()
-        num_sequences, micro_batch = len(batch.tokens_BS), settings.micro_batch_of(batch)
+        num_sequences = len(batch.tokens_BS)
+        micro_batch = settings.micro_batch_of(batch)
         if num_sequences % micro_batch:
             raise UserError(
                 f"the stream returned {num_sequences} sequences; return a multiple of {micro_batch}"
@@ -228,7 +229,8 @@ def train_step(
 
     One all-reduce sums the number of labels and the `state.current.requests` of all ranks.
     """
-    mesh, model = settings.mesh, state.model
+    mesh = settings.mesh
+    model = state.model
     accum = len(batch.tokens_BS) // settings.micro_batch_of(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

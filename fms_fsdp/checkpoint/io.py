@@ -135,7 +135,9 @@ def load_checkpoint(
         CheckpointDeleted: the folder vanished. RunFailed: a file cannot be read.
         UserError: the folder does not hold these tensors.
     """
-    tensors, reader, failure = collect_tensors(model, optimizers), CheckpointReader(folder), None
+    tensors = collect_tensors(model, optimizers)
+    reader = CheckpointReader(folder)
+    failure = None
     rank, num_ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
     _on_every_rank(reader.read_metadata, folder, is_alone)
     _warn_of_extra_weights(tensors, reader, is_alone=is_alone)
@@ -253,8 +255,10 @@ class _Writer(FileSystemWriter):
         )
         self.files: dict[str, tuple[int, int]] = {}
         self.fs = _SyncedFiles(self.files)
-        self._metadata, self._began = metadata, began
-        self._on_written, self._on_commit = on_written, on_commit
+        self._metadata = metadata
+        self._began = began
+        self._on_written = on_written
+        self._on_commit = on_commit
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Raises StorageError on rank 0, before any rank writes, if the disk is too small."""

@@ -56,9 +56,16 @@ class CheckpointManager:
         host_bytes: int = 2**62,
         spared_steps: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self.run, self.cfg, self.root, self.attempt = run, run.config.checkpoint, root, attempt
-        self.is_main, self.settle, self.alive, self.event = is_main, settle, alive, event
-        self.save_s, self.host_bytes = save_s, host_bytes
+        self.run = run
+        self.cfg = run.config.checkpoint
+        self.root = root
+        self.attempt = attempt
+        self.is_main = is_main
+        self.settle = settle
+        self.alive = alive
+        self.event = event
+        self.save_s = save_s
+        self.host_bytes = host_bytes
         self.spared_steps = spared_steps
         cfg = self.cfg
         self.schedule = parse_schedule(cfg.checkpoint_schedule, cfg.checkpoint_interval)
@@ -305,13 +312,15 @@ def host_copies(tensors: Tensors, limit_bytes: int = 2**62) -> Tensors:
     parts = {name: local_shard(tensor) for name, tensor in tensors.items()}
     num_bytes = sum(-(-part.nbytes // 64) * 64 for part in parts.values())
     if num_bytes > limit_bytes:
-        needed, free = format_bytes(num_bytes), format_bytes(limit_bytes)
+        needed = format_bytes(num_bytes)
+        free = format_bytes(limit_bytes)
         raise MemoryError(f"they need {needed}, and {free} is free")
     buffer = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)  # touch each page now
     if any(part.is_cuda for part in parts.values()):
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(cudart.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)))
-    copies, begin = Tensors(), 0
+    copies = Tensors()
+    begin = 0
     for name, part in parts.items():
         # Not a view: DCP copies a tensor whose storage is larger than itself before it writes it.
         memory = torch.from_numpy(buffer.numpy()[begin : begin + part.nbytes])

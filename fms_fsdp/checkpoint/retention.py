@@ -52,7 +52,8 @@ def parse_schedule(text: str, interval: int) -> SaveSchedule:
     if not text:
         return SaveSchedule(((0, None, interval),) if interval else ())
     ranges: list[tuple[int, int | None, int]] = []
-    start, parts = 0, text.split(",")
+    start = 0
+    parts = text.split(",")
     for part in parts:
         match = re.fullmatch(r"\s*(\d{1,15})(?:@(\d{1,15}))?\s*", part)
         every, stop = (int(match[1]), int(match[2]) if match[2] else None) if match else (0, None)

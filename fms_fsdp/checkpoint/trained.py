@@ -53,5 +53,6 @@ def checkpoint_data(checkpoint: Checkpoint) -> str:
 
 def checkpoint_tokenizer(checkpoint: Checkpoint) -> UsedTokenizer:
     """Returns the tokenizer of the data that a checkpoint was trained on."""
-    digest, path = checkpoint.metadata.run.tokenizer, checkpoint_data(checkpoint)
+    digest = checkpoint.metadata.run.tokenizer
+    path = checkpoint_data(checkpoint)
     return folder_tokenizer(f"the checkpoint {checkpoint.folder}", digest, path)

@@ -135,12 +135,14 @@ def flag(default: Any, help: str = "", **row: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(default, help, **row)})
 
 
-logged_flag, fixed_flag = partial(flag, resume="logged"), partial(flag, resume="fixed")
+logged_flag = partial(flag, resume="logged")
+fixed_flag = partial(flag, resume="fixed")
 
 
 def _make_table(config_type: type[Any]) -> Mapping[str, Flag]:
     """Returns flat name -> row in order of declaration; a field that is a dataclass is a section."""
-    table, types = dict[str, Flag](), typing.get_type_hints(config_type)
+    table = dict[str, Flag]()
+    types = typing.get_type_hints(config_type)
     for field in dataclasses.fields(config_type):
         kind = types[field.name]
         if dataclasses.is_dataclass(kind):
@@ -193,7 +195,8 @@ def non_defaults(config: Any) -> dict[str, Any]:
 
 def build_config(config_type: type[C], values: Mapping[str, Any]) -> C:
     """Builds the config with `values` by flat name, and defaults otherwise."""
-    table, types = flag_table(config_type), typing.get_type_hints(config_type)
+    table = flag_table(config_type)
+    types = typing.get_type_hints(config_type)
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         sections.setdefault(table[name].section, {})[name] = value

@@ -89,7 +89,8 @@ def parse_block_fraction(flag: str, text: str) -> Fraction:
     """Parses a fraction of the blocks in (0, 1]: `1`, `1/2`, `0.33` or `every:k`."""
     quoted = f"--{flag}={shown(text)}"
     above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
-    dividend, divisor = parse_number(above), parse_number(below or "1")
+    dividend = parse_number(above)
+    divisor = parse_number(below or "1")
     if dividend is None or not divisor:
         raise UserError(f"{quoted} must be a fraction such as 1, 1/2, 0.33 or every:k")
     fraction = dividend / divisor

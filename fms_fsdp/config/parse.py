@@ -90,7 +90,8 @@ def parse(config_type: type[C], argv: Sequence[str], usage: str = TRAINING) -> P
 
 
 def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
-    table, command = flag_table(config_type), usage.rpartition(" ")[2]
+    table = flag_table(config_type)
+    command = usage.rpartition(" ")[2]
     outside = _FILES | ({"dry_run": _DRY_RUN} if config_type is TrainConfig else {})
     texts = _split(argv, {**table, **outside})
     if asked := texts.get("help", texts.get("h")):
@@ -98,7 +99,8 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     if unknown := [name for name in texts if name not in table and name not in outside]:
         raise UserError(". ".join(_unknown(f"--{name}", name, table, command) for name in unknown))
     given = {name: coerce(outside[name], texts.pop(name)) for name in outside if name in texts}
-    files, folder = given.get("config", ""), given.get("config_dir", "")
+    files = given.get("config", "")
+    folder = given.get("config_dir", "")
     if folder and not files:
         raise UserError(
             f"--config_dir={shown(folder)} has no effect without --config; remove --config_dir or "
@@ -108,7 +110,9 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     for name in files.split(",") if files else ():
         path = _find_file(coerce(_FILES["config"], name), folder)
         layers.append((str(path), _read_file(path, table, command)))
-    values, origins, overridden = dict[str, Any](), dict[str, str](), list[str]()
+    values = dict[str, Any]()
+    origins = dict[str, str]()
+    overridden = list[str]()
     for origin, layer in [*layers, ("flag", texts)]:
         by = "the flag" if origin == "flag" else origin
         for name, reason in replaced_by(layer, values).items():
@@ -177,7 +181,8 @@ def flag_texts(config_type: type[Any], argv: Sequence[str]) -> dict[str, str]:
 def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
     """Returns name -> text of `--name=text`, `--name text`, `--switch` and `--noswitch`; with `--help`
     of that alone."""
-    given, texts = dict[str, tuple[str, Any]](), dict[str, str]()
+    given = dict[str, tuple[str, Any]]()
+    texts = dict[str, str]()
     for argument, following in pairwise([*argv, "--"]):
         if not re.match(r"--?[^\W\d]", argument):
             if argument.startswith("--") or argument in ("-", "-="):
@@ -187,7 +192,8 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
         name = _field_name(name, table)
         is_bare = not equals and re.match(r"--?([^\W\d]|$)", following) is not None
         if is_bare and name not in table and name.removeprefix("no") in table:
-            name, text = name.removeprefix("no"), "False"
+            name = name.removeprefix("no")
+            text = "False"
         elif not equals:
             text = "True" if is_bare else following
         row = table.get(name)
@@ -229,7 +235,8 @@ def _field_name(name: str, table: Mapping[str, Flag]) -> str:
 
 def _omit_sources(values: dict[str, Any]) -> Iterator[str]:
     """Removes the sources of weight 0 from `values`, and yields a note for each."""
-    names, weights = values.get("datasets", ()), values.get("weights", ())
+    names = values.get("datasets", ())
+    weights = values.get("weights", ())
     if names and len(names) == len(weights) and any(weights):
         used = [pair for pair in zip(names, weights, strict=True) if pair[1]]
         values["datasets"], values["weights"] = (
@@ -245,7 +252,8 @@ def _unknown(quoted: str, name: str, table: Mapping[str, Flag], command: str) ->
 
     The command's own flags come before training flags and names of other programs.
     """
-    here, content = shown(quoted), other_programs()
+    here = shown(quoted)
+    content = other_programs()
     own = table.keys() - flag_table(TrainConfig).keys()
     is_training = "learning_rate" in table
     removed = content["removed"]
@@ -348,13 +356,17 @@ def describe_changes(parsed: Parsed[Any]) -> str:
 
 def describe_flags(parsed: Parsed[Any]) -> str:
     """Returns all flags by section; `*` marks a changed value, with its origin."""
-    lines, values, changed = [], flag_values(parsed.config), non_defaults(parsed.config)
+    lines = []
+    values = flag_values(parsed.config)
+    changed = non_defaults(parsed.config)
     for section, rows in rows_by_section(type(parsed.config)):
         lines.append(f"[{section}]")
         for row in rows:
-            mark, origin = " ", ""
+            mark = " "
+            origin = ""
             if row.name in changed:
-                mark, origin = "*", f"  ({parsed.origins.get(row.name, 'flag')})"
+                mark = "*"
+                origin = f"  ({parsed.origins.get(row.name, 'flag')})"
             lines.append(f"  {mark} {row.name} = {shown_value(values[row.name])}{origin}")
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 

@@ -65,7 +65,8 @@ class Precision:
         return f"{float8}{self.compute} compute{copies}, {weights} weights{moments}{rounding}"
 
 
-FP32, BF16 = Precision(), Precision(compute="bf16")
+FP32 = Precision()
+BF16 = Precision(compute="bf16")
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,15 @@ class TrainConfig:
             only_one(self, "eval_epochs", source)
             if self.training.epochs() is not None:
                 only_one(self, "num_epochs", source)
-        segment, builder = self.parallel.recompute_segment, self.model.model_builder
+        segment = self.parallel.recompute_segment
+        builder = self.model.model_builder
         if segment > 1 and builder:
             raise UserError(
                 f"--recompute_segment={segment} is not supported with --model_builder={builder}: "
                 "your own model calls its blocks one by one; remove --recompute_segment"
             )
-        keep, is_on = self.checkpoint, self.eval.eval_interval or self.eval.eval_epochs
+        keep = self.checkpoint
+        is_on = self.eval.eval_interval or self.eval.eval_epochs
         if keep.keep_best and keep.ranks_evaluations and not is_on:
             raise UserError(
                 f"--keep_best={keep.keep_best} requires validation losses, but evaluation is off "
@@ -118,7 +120,8 @@ def from_dict(content: Mapping[str, Any]) -> TrainConfig:
     Raises:
         UserError: a value does not fit its flag, or a flag that was removed since has an effect.
     """
-    table, values = flag_table(TrainConfig), dict[str, Any]()
+    table = flag_table(TrainConfig)
+    values = dict[str, Any]()
     sections = {row.section for row in table.values()}
     for section in sections & content.keys():
         for name, value in content[section].items():
@@ -154,7 +157,8 @@ def other_programs() -> dict[str, dict[str, Any]]:
 
 def answers_for_others() -> dict[str, str]:
     """Returns name -> answer for the flags of other programs that are not flags here."""
-    content, flags = other_programs(), dict[str, set[str]]()
+    content = other_programs()
+    flags = dict[str, set[str]]()
     for program in content["programs"].values():
         for flag, keys in program.get("flags", {}).items():
             for key in [keys] if isinstance(keys, str) else keys:

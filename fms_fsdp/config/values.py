@@ -104,7 +104,8 @@ def did_you_mean(known: Iterable[str], word: str, *, cutoff: float = 0.75, mark:
 
     `mark` is printed before each word.
     """
-    known, word = list(known), word[:100]
+    known = list(known)
+    word = word[:100]
     near = [
         each
         for each in known

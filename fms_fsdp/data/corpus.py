@@ -31,11 +31,14 @@ from fms_fsdp.data.storage import open_storage
 from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.files import has_control_character, safe_name, shown_name
 
-TABLES, SUFFIX = "meta/*counts*.csv", ".arrow"
+TABLES = "meta/*counts*.csv"
+SUFFIX = ".arrow"
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
 OPENED_AT_START = 256  # shards; a larger corpus is checked while it is read
 MAX_TOKENS = 1 << 49  # per source: as far as its order counts exactly
-SAMPLED_DOCUMENTS, SAMPLED_SHARDS, SAMPLED_BYTES = 16, 16, 4096
+SAMPLED_DOCUMENTS = 16
+SAMPLED_SHARDS = 16
+SAMPLED_BYTES = 4096
 Counts = dict[str, tuple[int, int]]  # (documents, tokens) by path
 
 
@@ -116,7 +119,8 @@ def open_corpus(
         UserError: a source or a shard is missing, not valid, or contradicts another one.
     """
     storage = storage or open_storage(section.data_path)
-    paths, may_miss = sorted(storage.sizes), section.on_missing == "mask"
+    paths = sorted(storage.sizes)
+    may_miss = section.on_missing == "mask"
     names = _source_names(section, storage, paths)
     counts = _read_counts(storage, paths)
     every = sorted({*paths, *counts})
@@ -131,7 +135,8 @@ def open_corpus(
         known = next((opened[path] for path in shards if path in opened and counts[path][1]), None)
         delimiter = 1 if known is None else delimiter_of(known, sep_token)
         docs, tokens = np.array([counts[path] for path in shards], np.int64).reshape(-1, 2).T
-        weight, content = weights.get(name, 0.0), content_fingerprint(storage, shards)
+        weight = weights.get(name, 0.0)
+        content = content_fingerprint(storage, shards)
         source = Source(name, shards, docs, tokens, delimiter, weight, content)
         # The sum of counts that are too large may wrap around to a small number.
         most = max(source.num_tokens, int(tokens.max(initial=0)))
@@ -154,7 +159,8 @@ def open_corpus(
         least = sum(source.num_tokens for source in sources) / (NUM_SLOTS - len(sources))
         sources = [replace(source, weight=max(source.num_tokens, least)) for source in sources]
     vocab_sizes = [int(shard.metadata.get("vocab_size") or 0) for shard in opened.values()]
-    tokenizer, vocab_size = _agreed(opened, "tokenizer_digest"), max(vocab_sizes, default=0) or None
+    tokenizer = _agreed(opened, "tokenizer_digest")
+    vocab_size = max(vocab_sizes, default=0) or None
     return Corpus(storage, tuple(sources), vocab_size, tokenizer, sep_token)
 
 
@@ -401,10 +407,8 @@ def _find_sep_token(section: DataConfig, opened: Mapping[str, Shard]) -> int:
         UserError: it is unknown, or the flag contradicts shards in which the separator is stored.
     """
     for path, shard in opened.items():
-        recorded, is_stored = (
-            shard.metadata.get("sep_token"),
-            shard.metadata.get("has_eos") == "true",
-        )
+        recorded = shard.metadata.get("sep_token")
+        is_stored = shard.metadata.get("has_eos") == "true"
         if is_stored and recorded and section.sep_token not in (None, int(recorded)):
             raise UserError(
                 f"--sep_token={section.sep_token} does not match shard {path}, whose documents end "
@@ -431,7 +435,8 @@ def content_fingerprint(storage: Files, paths: Sequence[str]) -> str:
     It changes if a shard is rewritten with other tokens but the same name and counts. Up to 16
     shards are sampled; "----" stands for a shard that cannot be read.
     """
-    digits, sampled = [], _sampled(paths)
+    digits = []
+    sampled = _sampled(paths)
     for path in sampled:
         middle = storage.sizes.get(path, 0) // 2
         storage.prefetch(path, [(middle, middle + min(middle, SAMPLED_BYTES))])

@@ -21,7 +21,8 @@ def segments_of(stream: TokenStream, address: Address) -> list[tuple[int, int, i
     and `stop` are tokens of the document."""
     window = stream.segments(address.source, address.epoch, address.window)
     begin = address.position * stream.section.seq_length
-    found, stop = [], begin + stream.section.seq_length
+    found = []
+    stop = begin + stream.section.seq_length
     for part in window[(window["end"] > begin) & (window["end"] - window["length"] < stop)]:
         shift = int(part["start"] + part["length"] - part["end"])  # from window to document
         first = max(begin + shift, int(part["start"]))
@@ -48,7 +49,8 @@ def end_of_epochs(stream: TokenStream, source: str, epochs: float, step: int) ->
 def sources_without_labels(stream: TokenStream) -> list[tuple[str, float]]:
     """Returns the sources of which fewer than a hundredth of the tokens in four sequences are
     labels, with that fraction: because of loss masks, or of shards that are masked."""
-    found, size = [], stream.section.seq_length
+    found = []
+    size = stream.section.seq_length
     out = Columns(*(column[0].numpy() for column in empty_batch(1, size)))
     for name in stream.source_names:
         try:
@@ -57,7 +59,8 @@ def sources_without_labels(stream: TokenStream) -> list[tuple[str, float]]:
             is_suspect = True
         if not is_suspect:
             continue
-        total, labels = stream.order.sources[name].num_sequences, 0
+        total = stream.order.sources[name].num_sequences
+        labels = 0
         numbers = sorted({(2 * i + 1) * total // 8 for i in range(4)})
         for n in numbers:
             try:

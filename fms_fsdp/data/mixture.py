@@ -85,7 +85,8 @@ class Mixture:
 
     def __call__(self, u: I64) -> tuple[I64, I64]:
         """Returns (index in `names`, sequences of that source before u) for each u >= 0."""
-        source, number = np.empty_like(u), np.empty_like(u)
+        source = np.empty_like(u)
+        number = np.empty_like(u)
         waiting: list[tuple[_Split | int, I64, I64]] = [(self._root, np.arange(len(u)), u)]
         while waiting:
             node, positions, i = waiting.pop()
@@ -97,7 +98,8 @@ class Mixture:
             in_first = (
                 remainder >= node.quota - node.first_quota
             )  # the next sequence raises `before`
-            first, second = np.flatnonzero(in_first), np.flatnonzero(~in_first)
+            first = np.flatnonzero(in_first)
+            second = np.flatnonzero(~in_first)
             for child, chosen, index in (
                 (node.first, first, before),
                 (node.second, second, i - before),

@@ -129,7 +129,8 @@ class PageCache:
             self._file = LocalFile(os.dup(file.fileno()))
         self._slots: OrderedDict[Page, int] = OrderedDict()
         self._coming: dict[Page, Future[bytes]] = {}
-        self._lock, self._pool = threading.Lock(), ThreadPoolExecutor(16, "storage")
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(16, "storage")
 
     def start(self, pages: Iterable[Page]) -> dict[Page, Future[bytes]]:
         """Starts to fetch the pages that are not cached; returns their futures."""

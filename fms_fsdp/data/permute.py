@@ -83,7 +83,9 @@ def permute(index: I64, n: int | I64, key: int | U64) -> I64:
     out = index.astype(np.uint64)
     walking = np.arange(len(out))
     while len(walking):
-        x, k, low_bits = out[walking], key[walking], bits[walking] // np.uint64(2)
+        x = out[walking]
+        k = key[walking]
+        low_bits = bits[walking] // np.uint64(2)
         low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
         high_mask = (np.uint64(1) << (bits[walking] - low_bits)) - np.uint64(1)
         high, low = x >> low_bits, x & low_mask

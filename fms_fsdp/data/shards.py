@@ -33,7 +33,8 @@ CONVERT = "rewrite the shard with `python -m fms_fsdp convert --input=NAME=PATH 
 RESTORE = "restore the shard or set --on_missing=mask"
 _HEAD = 1 << 16  # bytes, more than a schema has
 _READ_SIZE = 1 << 18  # bytes read at a time for the lengths of documents
-_MAGIC, _RECORD_BATCH = b"ARROW1", 3
+_MAGIC = b"ARROW1"
+_RECORD_BATCH = 3
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("pad", "<i4"), ("body", "<i8")])
 _PAIR = np.dtype([("first", "<i8"), ("second", "<i8")])  # (length, nulls) or (offset, length)
 _MISREAD = (struct.error, ValueError, LookupError, OverflowError, TypeError, NotImplementedError)
@@ -79,14 +80,16 @@ class Shard:
         Raises:
             ShardError: the shard does not exist or is not valid.
         """
-        self.path, self.delimiter = path, delimiter
+        self.path = path
+        self.delimiter = delimiter
         self._storage, self.size = storage, storage.sizes.get(path, 0)
         if path not in storage.sizes:
             raise MissingShardError(f"shard {path} does not exist in {storage.root}; {RESTORE}")
         with self._errors_named():
             self.metadata, value, self._offset_type = self._read_schema()
             self.width, self._blocks = value.bit_width // 8, self._read_blocks()
-            self.is_list, self.num_docs = self._offset_type is not None, len(self._blocks)
+            self.is_list = self._offset_type is not None
+            self.num_docs = len(self._blocks)
             if self.is_list:
                 self._batches = [self._batch(block) for block in self._blocks]
                 self.num_docs = sum(int(nodes["first"][0]) for nodes, _, _ in self._batches)
@@ -191,7 +194,8 @@ class Shard:
         if schema.names != ["tokens"]:
             columns = shown_name(", ".join(schema.names))
             raise self.error(f"must have one column `tokens`, not {columns}")
-        kind, offsets = schema.field(0).type, None
+        kind = schema.field(0).type
+        offsets = None
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
             kind, offsets = kind.value_type, "<i8" if pa.types.is_large_list(kind) else "<i4"
         if not pa.types.is_integer(kind):
@@ -232,14 +236,17 @@ class Shard:
         batch = _follow(data, _field(data, message, 2))
         if data[_field(data, message, 1)] != _RECORD_BATCH or _field(data, batch, 3):
             raise self.error("has compressed buffers, which cannot be read in place")
-        nodes, buffers = _structs(data, batch, 1, _PAIR), _structs(data, batch, 2, _PAIR)
+        nodes = _structs(data, batch, 1, _PAIR)
+        buffers = _structs(data, batch, 2, _PAIR)
         if nodes["second"].any():
             raise self.error("has null documents or tokens")
         return nodes, buffers, _follow(data, _field(data, batch, 1)) + 4
 
     def _lists(self) -> tuple[I64, I64]:
         """Returns length and address of each document of record batches of lists."""
-        lengths, addresses, offset_type = [], [], np.dtype(self._offset_type)
+        lengths = []
+        addresses = []
+        offset_type = np.dtype(self._offset_type)
         for block, (nodes, buffers, _) in zip(self._blocks, self._batches, strict=True):
             body = int(block["offset"] + block["metadata"])
             documents, tokens = nodes["first"].tolist()
@@ -262,7 +269,8 @@ class Shard:
         All messages of a writer have the same form, so the length is at the same offset in each;
         it is compared with the size of the body.
         """
-        body, lengths = blocks["body"], np.zeros(len(blocks), np.int64)
+        body = blocks["body"]
+        lengths = np.zeros(len(blocks), np.int64)
         filled = np.flatnonzero(body)  # an empty document has no body, and a shorter message
         if len(filled):
             _, buffers, place = self._batch(blocks[filled[0]])
@@ -280,7 +288,8 @@ class Shard:
         self._storage.prefetch(self.path, [(int(offsets[0]), int(offsets[-1]))])
         words = []
         for first, last in pairwise(edges):
-            begin, stop = int(offsets[first]), int(offsets[last - 1]) + 8
+            begin = int(offsets[first])
+            stop = int(offsets[last - 1]) + 8
             data = np.frombuffer(self.read(stop - begin, begin), np.uint8)
             words.append(
                 data[(offsets[first:last] - begin)[:, None] + np.arange(8)].view("<i8")[:, 0]

@@ -119,7 +119,8 @@ class TokenStream:
         Raises:
             UserError: the batch does not divide over the ranks, or does not fit the corpus.
         """
-        batch, sources = self.global_batch_size, self.corpus.sources
+        batch = self.global_batch_size
+        sources = self.corpus.sources
         sequences_of_rank(batch, self.dp_rank, self.dp_size)
         if self.corpus.sep_token >= self.vocab_size:
             raise UserError(
@@ -233,7 +234,8 @@ class TokenStream:
 
     def segments(self, name: str, epoch: int, window: int) -> Segments:
         """Returns the segments of a window, in the order of its sequences."""
-        order, section = self.order.sources[name], self.section
+        order = self.order.sources[name]
+        section = self.section
         bestfit_to = section.seq_length if section.packing == "bestfit" else 0
         key = order.document_key(epoch, window)
         return self.reader(name).window(*order.ranges(epoch, window), key, bestfit_to)
@@ -298,7 +300,8 @@ class TokenStream:
         Raises:
             UserError: the state is of other data, or of another version of the data order.
         """
-        mine, version = self.state_dict(), state.get("order_version", 1)
+        mine = self.state_dict()
+        version = state.get("order_version", 1)
         if version != ORDER_VERSION:
             raise UserError(
                 f"the checkpoint has version {version} of the data order, but this program reads "
@@ -333,21 +336,28 @@ class TokenStream:
         """
         self._drop_ahead()
         history, changes = history.extend(step, self._wanted, self._skips)
-        section, quotas = self.section, self._wanted.quotas
-        self._known, size = dict(known), section.seq_length
+        section = self.section
+        quotas = self._wanted.quotas
+        self._known = dict(known)
+        size = section.seq_length
         for source in self.corpus.sources:
             if source.name in known:
                 shards = known[source.name][3]
             else:
-                share, total = quotas[source.name] / NUM_SLOTS, source.num_tokens // size
+                share = quotas[source.name] / NUM_SLOTS
+                total = source.num_tokens // size
                 shards = fit_logical_shards(total, share, section.logical_shards)
-            num_files, tokens, content = len(source.paths), source.num_tokens, source.fingerprint
+            num_files = len(source.paths)
+            tokens = source.num_tokens
+            content = source.fingerprint
             self._known[source.name] = [source.digest, num_files, tokens, shards, content]
         orders = {}
         for name, (_, _, tokens, shards, _) in self._known.items():
             orders[name] = SourceOrder(name, tokens, size, shards, self.seed)
-        self.order, self.step = Order(orders, history), step
-        self.last_step, self._exhausted = None, ""
+        self.order = Order(orders, history)
+        self.step = step
+        self.last_step = None
+        self._exhausted = ""
         if (limit := section.max_epochs) is not None:
             ends = [(self.first_beyond([name], limit, step), name) for name in quotas]
             beyond, self._exhausted = min(ends)

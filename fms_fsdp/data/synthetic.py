@@ -18,7 +18,9 @@ from fms_fsdp.data.permute import I64, derive_key, mix64
 from fms_fsdp.data.shards import Files
 from fms_fsdp.errors import UserError
 
-NUM_SHARDS, SHARD_TOKENS, CELL = 1 << 12, 1 << 28, 32
+NUM_SHARDS = 1 << 12
+SHARD_TOKENS = 1 << 28
+CELL = 32
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,20 @@ class SyntheticShard:
 
     path: str
     metadata: dict[str, str] = field(default_factory=lambda: {"has_eos": "true"})
-    num_docs, num_tokens, width, has_masks, is_list, nbytes = 1, SHARD_TOKENS, 4, False, True, 64
+    num_docs = 1
+    num_tokens = SHARD_TOKENS
+    width = 4
+    has_masks = False
+    is_list = True
+    nbytes = 64
     documents = (np.array([0, SHARD_TOKENS]), np.zeros(1, np.int64))
 
 
 class SyntheticStorage:
     """The computed files, with the methods of `storage.Storage`."""
 
-    root, is_remote = "synthetic tokens", False
+    root = "synthetic tokens"
+    is_remote = False
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         if vocab_size < 2:
@@ -42,7 +50,8 @@ class SyntheticStorage:
                 f"--vocab_size={vocab_size} must be at least 2 for synthetic tokens; set --vocab_size=2"
             )
         self.sizes: dict[str, int] = {}
-        self.alphabet, self.seed = 1 << min(8, vocab_size.bit_length() - 1), seed
+        self.alphabet = 1 << min(8, vocab_size.bit_length() - 1)
+        self.seed = seed
 
     @cached_property
     def _rule(self) -> tuple[I64, I64]:
@@ -75,7 +84,8 @@ class SyntheticStorage:
 
 def synthetic_corpus(vocab_size: int, seed: int) -> Corpus:
     """Returns 2^40 tokens of one source, a function of the seed."""
-    docs, tokens = np.ones(NUM_SHARDS, np.int64), np.full(NUM_SHARDS, SHARD_TOKENS)
+    docs = np.ones(NUM_SHARDS, np.int64)
+    tokens = np.full(NUM_SHARDS, SHARD_TOKENS)
     source = Source("synthetic", list(map(str, range(NUM_SHARDS))), docs, tokens, 0, 1.0)
     storage = cast(Files, SyntheticStorage(vocab_size, seed))
     return Corpus(storage, (source,), vocab_size, "", 0)

@@ -188,7 +188,8 @@ def shards_bos_id(root: str, tokenizer: Tokenizer) -> int | None:
     try:
         storage = open_storage(root)
         shards = (p for p in storage.sizes if p.endswith(SUFFIX) and not p.startswith("meta/"))
-        first, has_bos = set[int](), set[str]()
+        first = set[int]()
+        has_bos = set[str]()
         for path in islice(shards, 4):
             shard = storage.open_shard(path)
             first |= set(shard.first_tokens(16))

@@ -70,7 +70,8 @@ def shard_slices(tensor: torch.Tensor) -> Slices:
     index = 0
     for mesh, axis in _sharding_axes(tensor):
         index = index * mesh.size(axis) + mesh.get_local_rank(axis)
-    slices, shape = all_shard_slices(tensor)[index], local_shard(tensor).shape
+    slices = all_shard_slices(tensor)[index]
+    shape = local_shard(tensor).shape
     assert tuple(map(_length, slices)) == shape, (slices, shape)
     return slices
 
@@ -112,7 +113,8 @@ def sharded_like(shard: torch.Tensor, like: torch.Tensor, dim: int | None = None
     `dim` only that dim is so; every other one has size 1."""
     if not isinstance(like, DTensor):
         return shard
-    placements, shape = like.placements, like.shape
+    placements = like.placements
+    shape = like.shape
     if dim is not None:
         placements = tuple(each if _dim(each) == dim else Replicate() for each in placements)
         shape = _only(shape, dim)
@@ -233,7 +235,8 @@ def _all_shard_slices(
     Computed here, because torch's compute_local_shape_and_global_offset is wrong when two axes
     shard a dim unevenly (2.11 to 2.13: 7 rows, tp 2, FSDP 3). Shards have the sizes of torch.chunk.
     """
-    axes, shards = _axes(sizes, placements, None), list[Slices]()
+    axes = _axes(sizes, placements, None)
+    shards = list[Slices]()
     for ranks in itertools.product(*(range(sizes[axis]) for axis in axes)):
         rank_along = dict(zip(axes, ranks, strict=True))
         slices = list[slice]()

@@ -106,7 +106,8 @@ class Mesh:
         device_type: str,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
-        self.dims, self._rank = dims, rank
+        self.dims = dims
+        self._rank = rank
         self.device_mesh: DeviceMesh | None = None
         self._joined: dict[tuple[str, ...], DeviceMesh] = {}
         self._groups: dict[str, dist.ProcessGroup | None] = {}

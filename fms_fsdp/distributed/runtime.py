@@ -187,7 +187,8 @@ def init_distributed(
 
 def _port_error(error: dist.DistNetworkError) -> UserError | None:
     """Returns why rank 0 cannot listen for the other ranks; None if the error is another one."""
-    port, text = os.environ["MASTER_PORT"], str(error)
+    port = os.environ["MASTER_PORT"]
+    text = str(error)
     if "EADDRINUSE" in text:
         return UserError(
             f"MASTER_PORT={port} must be free on rank 0's machine, but another process uses it; "
@@ -282,7 +283,8 @@ class HostCopy:
     """A copy of device values to the host; `read` waits for work queued before the copy, not after."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._values, self._event = values, None
+        self._values = values
+        self._event = None
         if values.device.type == "cuda":
             self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
@@ -359,7 +361,8 @@ def versions() -> dict[str, str]:
 @cache
 def _git_state() -> dict[str, str]:
     """Returns the commit and a hash of the difference from it; {} outside of a repository."""
-    git, silent = ["git", "-C", str(Path(__file__).parent)], subprocess.DEVNULL
+    git = ["git", "-C", str(Path(__file__).parent)]
+    silent = subprocess.DEVNULL
     try:
         commit = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=silent, timeout=10)
         diff = subprocess.check_output([*git, "diff", "HEAD"], stderr=silent, timeout=10)

@@ -386,7 +386,8 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
             )
         if type(value) not in (int, float) or not 0 < value <= 1e30:
             raise UserError(f"{name}={_text(value)} must be a positive number")
-    theta, fraction = float(found["rope_theta"]), float(found["partial_rotary_factor"])
+    theta = float(found["rope_theta"])
+    fraction = float(found["partial_rotary_factor"])
     if theta < 1:
         raise UserError(f"rope_theta={theta:g} must be at least 1")
     if fraction > 1 or (fraction < 1 and family.model_type != "gpt_neox"):
@@ -394,7 +395,8 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
         raise UserError(f"partial_rotary_factor={fraction:g} must be {limit}")
     if missing := [name for name in _ROPE_KEYS[kind] if name not in found]:
         raise UserError(f"{missing[0]} is missing for rope_type={kind}; add it to config.json")
-    factor, scaling = float(found.get("factor", 1.0)), None
+    factor = float(found.get("factor", 1.0))
+    scaling = None
     if factor < 1:
         raise UserError(f"factor={factor:g} of rope_type={kind} must be at least 1")
     if kind != "default" and family.model_type == "gpt_neox":
@@ -507,7 +509,8 @@ def check_matches_checkpoint(
     for name in (
         each.name for each in fields(TransformerConfig) if each.name not in _TRAINING_ONLY
     ):
-        expected, value = getattr(checkpoint, name), getattr(config, name)
+        expected = getattr(checkpoint, name)
+        value = getattr(config, name)
         if value != expected and name not in ("vocab_size", "max_seq_len"):
             rule = f"does not match --init_from_hf={section.init_from_hf} ({expected})"
             raise UserError(f"--{name}={value} {rule}; remove --{name}")

@@ -101,17 +101,16 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
             f"{checkpoint.folder} {describe_health(checkpoint.metadata)}, so its weights are "
             "useless; set --step to an earlier one of `python -m fms_fsdp ckpt list`"
         )
-    output, model = Path(config.output).expanduser(), checkpoint.metadata.run.model
+    output = Path(config.output).expanduser()
+    model = checkpoint.metadata.run.model
     weights = weight_map(model)
     check_output_is_new(output)
     with write_folder(output) as partial_folder, ThreadPoolExecutor(1) as pool:
         check = pool.submit(corrupt_files, checkpoint.folder)
         try:
             shapes = {name: weight.shape for name, weight in weights.items()}
-            reader, numbers = (
-                CheckpointReader(checkpoint.folder),
-                {n: i for i, n in enumerate(weights)},
-            )
+            reader = CheckpointReader(checkpoint.folder)
+            numbers = {n: i for i, n in enumerate(weights)}
 
             def read(name: str) -> torch.Tensor:
                 rewrite_line(f"{numbers[name] + 1} of {len(weights)} weights")
@@ -134,7 +133,8 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
 
 def _write_description(checkpoint: Checkpoint, folder: Path, dtype: str) -> str:
     """Writes model card, config.json and tokenizer; returns a note for the user."""
-    model, torch_dtype = checkpoint.metadata.run.model, str(DTYPES[dtype]).removeprefix("torch.")
+    model = checkpoint.metadata.run.model
+    torch_dtype = str(DTYPES[dtype]).removeprefix("torch.")
     card = _card(checkpoint).encode(errors="backslashreplace")  # a path may not be UTF-8
     (folder / "README.md").write_bytes(card)
     tokenizer = recorded_tokenizer(checkpoint)
@@ -170,7 +170,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _card(checkpoint: Checkpoint) -> str:
     """Returns the model card: the checkpoint's record of its training."""
-    saved, record = checkpoint.metadata, checkpoint.metadata.run
+    saved = checkpoint.metadata
+    record = checkpoint.metadata.run
     data = record.config.data
     facts: dict[str, object] = {"step": saved.step, "tokens seen": saved.tokens_seen}
     facts |= {"parameters": num_params(record.model), "context": record.model.max_seq_len}

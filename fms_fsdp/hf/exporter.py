@@ -28,7 +28,9 @@ class Exporter:
     def __init__(
         self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh, start_step: int
     ) -> None:
-        self._interval, self._checkpoints, self._folder = interval, checkpoints, folder
+        self._interval = interval
+        self._checkpoints = checkpoints
+        self._folder = folder
         self._is_on = mesh.is_main
         self._running: tuple[int, subprocess.Popen[str]] | None = None
         self._record = folder / "due.json"
@@ -122,10 +124,8 @@ class Exporter:
         return self._running is not None
 
     def _begin(self, step: int) -> subprocess.Popen[str]:
-        output, paths = (
-            self._folder / f"step_{step}",
-            os.pathsep.join([_ROOT, *filter(None, sys.path)]),
-        )
+        output = self._folder / f"step_{step}"
+        paths = os.pathsep.join([_ROOT, *filter(None, sys.path)])
         command = [sys.executable, "-m", "fms_fsdp", "export", f"--path={self._checkpoints}"]
         process = subprocess.Popen(
             [*command, f"--step={step}", f"--output={output}"],

@@ -49,7 +49,8 @@ def main(config: ImportConfig) -> None:
         UserError: the checkpoint is incomplete or of another model, or --output exists.
         OSError: the output cannot be written.
     """
-    source, output = Path(config.path).expanduser(), Path(config.output).expanduser()
+    source = Path(config.path).expanduser()
+    output = Path(config.output).expanduser()
     check_output_is_new(output)
     if not source.exists():
         raise UserError(f"--path ({source}) does not exist; name a checkpoint of upstream fms-fsdp")
@@ -59,7 +60,8 @@ def main(config: ImportConfig) -> None:
             f"--path ({source}) {rule}; a Hugging Face checkpoint is read in place: --init_from_hf"
         )
     checkpoint = open_upstream_checkpoint(found, config.model, config.ntk_alpha)
-    model, dtype = checkpoint.config, DTYPES[config.dtype]
+    model = checkpoint.config
+    dtype = DTYPES[config.dtype]
     shapes = {name: weight.shape for name, weight in weight_map(model).items()}
     with write_folder(output) as partial:
         save_weights(partial, shapes, dtype, int(config.max_shard_gb * 1e9), checkpoint.read)

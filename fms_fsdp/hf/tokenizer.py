@@ -57,7 +57,8 @@ def hf_text_rules(folder: Path, tokenizer: Tokenizer | None) -> TextRules:
     ends = end_ids(folder)
     if isinstance(tokenizer, HFTokenizer):
         return TextRules(*tokenizer.added_tokens(), ends)
-    path, around = folder / "tokenizer_config.json", list[tuple[int, ...]]()
+    path = folder / "tokenizer_config.json"
+    around = list[tuple[int, ...]]()
     settings = read_json_object(path) if path.is_file() else {}
     for key, usual in (("bos", "<s>"), ("eos", "</s>")):
         is_added = settings.get(f"add_{key}_token") is True and tokenizer is not None
@@ -80,7 +81,8 @@ def export_tokenizer(
     A sentencepiece model is converted by transformers: here if it is installed, else when it is loaded.
     """
     tokenizer.save(folder)
-    vocabulary, kind = tokenizer.vocabulary, "PreTrainedTokenizerFast"
+    vocabulary = tokenizer.vocabulary
+    kind = "PreTrainedTokenizerFast"
     settings: dict[str, Any] = {"model_max_length": max_len}
     if vocabulary.kind == "sentencepiece":
         from sentencepiece import sentencepiece_model_pb2

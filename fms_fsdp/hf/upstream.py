@@ -27,7 +27,8 @@ from fms_fsdp.hf.weights import HFCheckpoint, check_names
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import VARIANTS, canonical_variant, resolve_model
 
-_PREFIX, _EMBEDDING = "model_state.", "model.embed_tokens.weight"
+_PREFIX = "model_state."
+_EMBEDDING = "model.embed_tokens.weight"
 _OUTSIDE = {
     "shared.emb": "model.embed_tokens",
     "embedding": "model.embed_tokens",
@@ -102,7 +103,8 @@ def open_upstream_checkpoint(path: Path, model: ModelConfig, ntk_alpha: int) -> 
 
     def read_weight(name: str) -> torch.Tensor:
         source, made = sources[name]
-        fused, rows = read(source), [shapes[each][0] for each in made]
+        fused = read(source)
+        rows = [shapes[each][0] for each in made]
         expected = (sum(rows), *shapes[name][1:])
         if fused.shape != expected:
             there = tuple(fused.shape)

@@ -223,7 +223,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Returns all weights as views of memory-mapped files."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if single.is_file():
         return read_safetensors(single)
     if not index.is_file():
@@ -421,17 +422,16 @@ def save_weights(
             f"--output requires {needed}, and {format_bytes(space)} is free; free disk space, "
             "or choose another folder"
         )
-    shards, free = list[list[str]](), 0
+    shards = list[list[str]]()
+    free = 0
     for name, size in sizes.items():
         if not shards or size > free:
             shards.append([])
             free = max_shard_bytes
         shards[-1].append(name)
         free -= size
-    code, file_names = (
-        next(code for code, known in _CODES.items() if known == dtype),
-        dict[str, str](),
-    )
+    code = next(code for code, known in _CODES.items() if known == dtype)
+    file_names = dict[str, str]()
     for number, names in enumerate(shards, 1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file_name = file_name if len(shards) > 1 else "model.safetensors"

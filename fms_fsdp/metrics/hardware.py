@@ -40,8 +40,12 @@ class Utilization:
 
 def find_utilization(run: RunConfig, device: torch.device) -> Utilization:
     """Returns the FLOPs per token of a run. The peak is --peak_tflops, or the GPU's by name."""
-    cfg, model, seq_length, parallel = run.config, run.model, run.seq_length, run.config.parallel
-    fraction, segment = parallel.recomputed_share, parallel.segment
+    cfg = run.config
+    model = run.model
+    seq_length = run.seq_length
+    parallel = run.config.parallel
+    fraction = parallel.recomputed_share
+    segment = parallel.segment
     chosen = select_blocks(model.num_layers, fraction, segment) if fraction else []
     segments = len({layer // segment for layer, is_chosen in enumerate(chosen) if is_chosen})
     recomputed = recomputed_flops_per_token(
@@ -54,7 +58,8 @@ def find_utilization(run: RunConfig, device: torch.device) -> Utilization:
         from fms_fsdp.predict.devices import peak_bf16_flops
 
         peak_flops = peak_bf16_flops(torch.cuda.get_device_name(device))
-    flops, matmul = flops_per_token(model, seq_length), matmul_flops_per_token(model, seq_length)
+    flops = flops_per_token(model, seq_length)
+    matmul = matmul_flops_per_token(model, seq_length)
     return Utilization(flops, matmul, flops + recomputed, peak_flops)
 
 

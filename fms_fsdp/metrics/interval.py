@@ -26,7 +26,9 @@ class IntervalMetrics:
     def __init__(
         self, mesh: Mesh, device: torch.device, extra_losses: Sequence[str] = ("z_loss",)
     ) -> None:
-        self._mesh, self._device, self._extra_losses = mesh, device, extra_losses
+        self._mesh = mesh
+        self._device = device
+        self._extra_losses = extra_losses
         self._reset()
 
     def _reset(self) -> None:
@@ -58,7 +60,8 @@ class IntervalMetrics:
         `masked_rows` are summed over ranks; `replicated` values are identical on every rank. A
         mean over no label is NaN.
         """
-        mesh, replicated = self._mesh, replicated or {}
+        mesh = self._mesh
+        replicated = replicated or {}
         losses = self._stack(result.loss_sum, self._loss, *result.extra_sums)
         rows = masked_rows * mesh.counts_for("dp")
         host = torch.tensor([energy_j, rows], dtype=torch.float64)

@@ -56,9 +56,14 @@ class MetricLogger:
         phases: LaunchPhases,
     ) -> None:
         cfg = run.config
-        self._run, self._device, self._mesh, self._cfg = run, device, mesh, cfg.log
+        self._run = run
+        self._device = device
+        self._mesh = mesh
+        self._cfg = cfg.log
         self._state = state
-        self._attempt, self._timer, self._phases = attempt, timer, phases
+        self._attempt = attempt
+        self._timer = timer
+        self._phases = phases
         self._file = MetricsFile(
             Path(cfg.output_dir, "metrics.jsonl") if mesh.is_main else Path(os.devnull)
         )
@@ -70,7 +75,8 @@ class MetricLogger:
             name = torch.cuda.get_device_name(device)
             log.info("mfu is not reported: no known peak for %s; set --peak_tflops", name)
         self._spikes = SpikeDetector(cfg.training.spike_threshold)
-        self._energy, self._energy_j = EnergyMeter(device), 0.0
+        self._energy = EnergyMeter(device)
+        self._energy_j = 0.0
         self._parameters = list(state.model.parameters())
         self._zero_gradients: torch.Tensor | None = None
         if cfg.log.log_num_zeros:
@@ -86,7 +92,8 @@ class MetricLogger:
         Returns whether it reported, and so waited for the device.
         """
         self._interval.add(result)
-        step, every = state.step, self._cfg.report_interval
+        step = state.step
+        every = self._cfg.report_interval
         if not self._is_report(state, step):
             following = min(state.num_steps, (step // every + 1) * every)
             show_progress(f"step {step}/{state.num_steps} · next report at step {following}")
@@ -146,8 +153,11 @@ class MetricLogger:
         self, state: TrainState, values: dict[str, float], times: dict[str, float]
     ) -> Record:
         """Returns the values of a report: the reduced ones, speed, time left, memory, data."""
-        run, energy_j, now = self._run, values.pop("energy_j"), time.time()
-        steps, tokens = state.steps_in_launch, state.seen_in_launch[1]
+        run = self._run
+        energy_j = values.pop("energy_j")
+        now = time.time()
+        steps = state.steps_in_launch
+        tokens = state.seen_in_launch[1]
         last_steps, last_tokens, last_time = self._last_report
         self._last_report = steps, tokens, now
         rate = 1000 * (tokens - last_tokens) / (steps - last_steps) / times["step_time_ms"]

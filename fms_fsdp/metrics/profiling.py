@@ -30,7 +30,8 @@ class StepProfiler:
     def __init__(
         self, cfg: ProfilerConfig, run_folder: Path, device: torch.device, rank: int
     ) -> None:
-        self._cfg, self._rank = cfg, rank
+        self._cfg = cfg
+        self._rank = rank
         self._folder = Path(cfg.profiler_dir) if cfg.profiler_dir else run_folder / "profile_traces"
         self._profile: profile | None = None
         self._by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
@@ -39,7 +40,9 @@ class StepProfiler:
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
         cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
-        wait, warmup, active = cfg.profiler_wait, cfg.profiler_warmup, cfg.profiler_active
+        wait = cfg.profiler_wait
+        warmup = cfg.profiler_warmup
+        active = cfg.profiler_active
         self._steps_left = wait + warmup + active
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *cuda],
@@ -62,7 +65,8 @@ class StepProfiler:
     def close(self) -> None:
         """Ends profiling; a launch that ends early has a trace of the steps so far."""
         if self._profile is not None:
-            running, self._profile = self._profile, None
+            running = self._profile
+            self._profile = None
             running.stop()
             if self._cfg.memory_snapshot:
                 dump_memory(self._folder, self._rank)
@@ -102,7 +106,8 @@ def summarize(events: Iterable[FunctionEvent]) -> str:
     events = list(events)
     on_gpu = any(event.device_type == DeviceType.CUDA for event in events)
     for event in events:
-        span, name = (event.time_range.start, event.time_range.end), event.name
+        span = (event.time_range.start, event.time_range.end)
+        name = event.name
         is_gpu = event.device_type == DeviceType.CUDA
         is_step = name.startswith("ProfilerStep")  # "ProfilerStep*" for each step
         if is_step or name in _RANGES:

@@ -38,7 +38,8 @@ class PhaseTimer:
         if self._is_cuda and phase == "device":
             torch.cuda.synchronize()
         now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
+        elapsed = now - self._last
+        self._last = now
         self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed
         self.totals[phase] = self.totals.get(phase, 0.0) + elapsed
         self._steps += phase == "optimizer"
@@ -63,7 +64,8 @@ class PhaseTimer:
         for events in complete:
             for (_, begin), (phase, end) in pairwise(events):
                 ms[phase] += begin.elapsed_time(end) / len(complete)
-        self._seconds, self._steps = {}, 0
+        self._seconds = {}
+        self._steps = 0
         self._events.clear()
         return {
             "step_time_ms": step_ms,

@@ -185,7 +185,8 @@ class BackgroundTracker:
     def __init__(
         self, name: str, make: Callable[[], Tracker], metrics: tuple[str, ...] = ()
     ) -> None:
-        self._name, self._make = name, make
+        self._name = name
+        self._make = make
         self._patterns = [parse_named_interval("tracker_metrics", text) for text in metrics]
         self._last_sent: dict[str, int] = {}  # metric -> step
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_SIZE)

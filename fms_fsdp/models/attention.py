@@ -110,7 +110,8 @@ def visible_keys(
     visible = (distance_ST >= 0) & (distance_ST < (window or queries.stop))
     if document_ids_BS is None:
         return visible[None, None]
-    query_ids_BS, key_ids_BT = document_ids_BS[:, queries], document_ids_BS[:, : queries.stop]
+    query_ids_BS = document_ids_BS[:, queries]
+    key_ids_BT = document_ids_BS[:, : queries.stop]
     return (visible & (query_ids_BS.unsqueeze(2) == key_ids_BT.unsqueeze(1))).unsqueeze(1)
 
 
@@ -151,13 +152,15 @@ class KVCache:
     values: torch.Tensor
 
     def __init__(self, max_len: int) -> None:
-        self.max_len, self.length = max_len, 0
+        self.max_len = max_len
+        self.length = 0
 
     def append(
         self, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds positions and returns the keys and values of all positions (B G T K)."""
-        start, self.length = self.length, self.length + k_BGSK.shape[2]
+        start = self.length
+        self.length = self.length + k_BGSK.shape[2]
         if start == 0:
             shape = (*k_BGSK.shape[:2], self.max_len, k_BGSK.shape[3])
             self.keys, self.values = k_BGSK.new_empty(shape), v_BGSK.new_empty(shape)

@@ -108,8 +108,10 @@ def count_params(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     matrices of matmuls. FSDP gathers these units. A tied head has only its norm."""
     if config.model_builder:
         return _count_built(config)
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    q_size, kv_size = heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    q_size = heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
     num_inner = 2 if config.activation == "swiglu" else 1  # matmuls into the feed-forward layer
 
     def norm(size: int) -> int:

@@ -60,7 +60,8 @@ def recomputed_flops_per_token(
 
     The recomputation of a segment stops at the input of its last matmul.
     """
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+    hidden = config.hidden_size
+    ffn = config.ffn_hidden_size
     q_size, kv_size = (
         heads * config.head_dim for heads in (config.num_attention_heads, config.num_kv_heads)
     )

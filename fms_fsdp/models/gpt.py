@@ -40,7 +40,8 @@ class ScaleNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.size, self.eps = (size,), eps
+        self.size = (size,)
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        hidden, ffn = config.hidden_size, config.ffn_hidden_size
+        hidden = config.hidden_size
+        ffn = config.ffn_hidden_size
         is_gated = config.activation == "swiglu"
         self.activation = F.silu if is_gated else ACTIVATIONS[config.activation]
         self.gate_proj = nn.Linear(hidden, ffn, bias=config.bias) if is_gated else None
@@ -178,7 +180,8 @@ class DistanceBias(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.num_buckets, self.max_distance = config.relative_buckets, config.relative_max_distance
+        self.num_buckets = config.relative_buckets
+        self.max_distance = config.relative_max_distance
         self.weight = nn.Parameter(torch.zeros(self.num_buckets, config.num_attention_heads))
 
     def forward(self, distance_ST: torch.Tensor) -> torch.Tensor:
@@ -214,7 +217,9 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
 class GPT(Llama):
     """A Llama with the embedding, blocks, head and positions of its shape."""
 
-    embedding_type, block_type, head_type = GPTEmbedding, GPTBlock, GPTHead
+    embedding_type = GPTEmbedding
+    block_type = GPTBlock
+    head_type = GPTHead
 
     def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__(config, layers)

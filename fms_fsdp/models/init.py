@@ -59,7 +59,8 @@ def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
     of torch."""
     local = local_shard(parameter).detach()  # no_grad does not reach the pool's threads
     rows, columns = shard_slices(parameter)
-    num_columns, first_row = parameter.shape[1], rows.start
+    num_columns = parameter.shape[1]
+    first_row = rows.start
 
     def fill(block: int) -> None:
         digest = hashlib.blake2b(f"{key}:{block}".encode(), digest_size=8).digest()

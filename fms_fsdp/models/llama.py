@@ -71,9 +71,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.head_dim, self.dropout = config.head_dim, config.attn_dropout
-        hidden, q_size = config.hidden_size, config.num_attention_heads * config.head_dim
-        kv_size, qkv_bias = config.num_kv_heads * config.head_dim, config.bias or config.qkv_bias
+        self.head_dim = config.head_dim
+        self.dropout = config.attn_dropout
+        hidden = config.hidden_size
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        qkv_bias = config.bias or config.qkv_bias
         self.q_proj = nn.Linear(hidden, q_size, bias=qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_size, bias=qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_size, bias=qkv_bias)
@@ -154,7 +157,8 @@ class Head(nn.Linear):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.hidden_size, config.padded_vocab_size, bias=False)
-        self.vocab_size, self.z_loss = config.vocab_size, config.z_loss
+        self.vocab_size = config.vocab_size
+        self.z_loss = config.z_loss
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.project = F.linear
         self.loss = linear_cross_entropy
@@ -255,7 +259,8 @@ class Llama(nn.Module):
         if self.rope.device != x_BSD.device:
             self.rope = self.rope.to(x_BSD.device)
         rope = self.rope[positions]
-        cached, windows = caches is not None, self.config.windows
+        cached = caches is not None
+        windows = self.config.windows
         masks = {
             window: self.mask(window, document_ids_BS, queries, x_BSD, cached=cached)
             for window in set(windows)

@@ -77,7 +77,8 @@ def compiled_softmax_(
     # Outside of the kernel, which may overwrite the logits before it reads them at the labels.
     at_label_C1 = logits_CV.gather(1, label_C1).float()
     logz_C1 = compiled(_normalize_)(logits_CV, scale, z_loss)
-    logp_C1, pull_C1 = at_label_C1 - logz_C1, 2 * z_loss * logz_C1
+    logp_C1 = at_label_C1 - logz_C1
+    pull_C1 = 2 * z_loss * logz_C1
     gradient_C1 = logp_C1.expm1() + logp_C1.exp() * pull_C1
     return gradient_C1, -logp_C1, *([z_loss * logz_C1.square()] if z_loss else [])
 
@@ -108,7 +109,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_masked_N1 = (labels_N == IGNORED_LABEL).unsqueeze(1)
         index_N1 = labels_N.unsqueeze(1).masked_fill(is_masked_N1, 0) - first_token
         head_VD = weight_VD.to(h_ND.dtype)
-        num_tokens, vocab_size = h_ND.shape[0], weight_VD.shape[0]
+        num_tokens = h_ND.shape[0]
+        vocab_size = weight_VD.shape[0]
         # All ranks of a sharded vocabulary need the same chunks.
         size = chunk_size(num_tokens, largest_shard or vocab_size, h_ND.device.type)
         need_h, need_weight, *_ = ctx.needs_input_grad

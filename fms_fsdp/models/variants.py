@@ -181,7 +181,9 @@ def _check_sizes(
 
     `derives_heads`: the size of a head is hidden_size / num_attention_heads.
     """
-    hidden, heads, head_dim = model.hidden_size, model.num_attention_heads, model.head_dim
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    head_dim = model.head_dim
     if model.vocab_size < (data_vocab_size or 0):
         raise UserError(
             f"--vocab_size={model.vocab_size} must be at least the data's vocabulary "
@@ -234,7 +236,8 @@ def _check_options(model: TransformerConfig, section: ModelConfig) -> None:
                     f"--{name}={joined(value)} has no effect without --pos_emb={kind}; "
                     f"remove it, or set --pos_emb={kind}"
                 )
-    distance, buckets = model.relative_max_distance, model.relative_buckets
+    distance = model.relative_max_distance
+    buckets = model.relative_buckets
     if distance <= buckets // 2:
         raise UserError(
             f"--relative_max_distance={distance} must be above half of "
@@ -262,7 +265,8 @@ def resolve_model(
         UserError: unknown variant, a shape that does not divide, a vocabulary smaller than the data's, or
             a shape that differs from the initial weights.
     """
-    variant, is_theirs = _base_shape(section), bool(section.init_from_hf or section.hf_config)
+    variant = _base_shape(section)
+    is_theirs = bool(section.init_from_hf or section.hf_config)
     derived = {"vocab_size", "max_seq_len", "rope_scaling"}
     names = {spec.name for spec in fields(TransformerConfig)} - derived
     given = {name: value for name in names if (value := getattr(section, name)) is not None}

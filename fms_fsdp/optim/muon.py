@@ -58,7 +58,8 @@ class Muon(ShardedOptimizer):
         super().__init__(params, lr=lr, weight_decay=weight_decay, **own)
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
-        weights, directions = [], []
+        weights = []
+        directions = []
         for weight, grad, mean in shards_of(params, states, "momentum_buffer"):
             mean.lerp_(grad, 1 - group["momentum"])
             directions.append(grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
@@ -92,7 +93,8 @@ def _orthogonalize(
     sizes = [shard_sizes(param) for param in params] + [[0] * group.size()] * (
         group.size() - len(params)
     )
-    of_my_matrix, of_my_shards = sizes[rank], [size[rank] for size in sizes]
+    of_my_matrix = sizes[rank]
+    of_my_shards = [size[rank] for size in sizes]
     sent = to_group_device(torch.cat([shard.bfloat16().flatten() for shard in shards]), params[0])
     matrix = sent.new_empty(sum(of_my_matrix))
     dist.all_to_all_single(matrix, sent, of_my_matrix, of_my_shards, group)

@@ -49,7 +49,8 @@ class Optimizers:
     """One or several torch optimizers over one model; each parameter belongs to one of them."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._model, self.optimizers = model, list(optimizers)
+        self._model = model
+        self.optimizers = list(optimizers)
         for group in (group for each in self.optimizers for group in each.param_groups):
             group["base_lr"] = float(group["lr"])
 
@@ -353,7 +354,8 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
 
 def state_bytes(config: OptimConfig, model: TransformerConfig, precision: Precision = FP32) -> int:
     """Estimates the bytes of the full optimizer state."""
-    units, total = num_params_by_unit(model), 0.0
+    units = num_params_by_unit(model)
+    total = 0.0
     counts = {"blocks": model.num_layers * units["block"], "embed": units["embed"] + units["head"]}
     for name, value in example_state(config, precision).items():
         per_param = value.nbytes / _EXAMPLE_SIZE**2

@@ -86,7 +86,8 @@ def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = Fa
 
     warmup = length("warmup", min(2000, max(1, run.num_steps // 20)))
     last_step = run.num_steps - config.constant_steps
-    end, start = position(last_step), warmup
+    end = position(last_step)
+    start = warmup
     if config.lr_schedule != "wsd":
         end = length("lr_decay", last_step)
     elif "lr_decay" not in spans:
@@ -125,7 +126,9 @@ class Schedule:
         return base * self._multiplier(min(position, points.decay_end))
 
     def _multiplier(self, position: int) -> float:
-        config, points, minimum = self.config, self.milestones, self.config.min_ratio
+        config = self.config
+        points = self.milestones
+        minimum = self.config.min_ratio
         decay_length = max(1, points.decay_end - points.decay_start)
         p = (
             max(0, position - points.decay_start) / decay_length

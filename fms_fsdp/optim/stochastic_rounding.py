@@ -139,7 +139,8 @@ class RoundedAdamW(ShardedOptimizer):
         decoupled: bool = True,
         compiled: bool = False,
     ) -> None:
-        self._seed, self._mode = seed, (decoupled, precision.stochastic_rounding)
+        self._seed = seed
+        self._mode = (decoupled, precision.stochastic_rounding)
         self._compiled, self._update = compiled, compile_update() if compiled else adamw_update
         self._dtype = torch.bfloat16 if precision.state == "bf16" else torch.float32
         self._hashes = {param: hash64(name) for name, param in names.items()}
@@ -159,14 +160,16 @@ class RoundedAdamW(ShardedOptimizer):
 
     def _correct_step_count(self) -> None:
         """Subtracts the last step from the count if it was skipped; its flag is ready, so nothing waits."""
-        last, self._last_found_inf = self._last_found_inf, None
+        last = self._last_found_inf
+        self._last_found_inf = None
         if last is not None and last.read():
             for state in self.state.values():
                 state["step"] -= 1
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        root, size = math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
+        root = math.sqrt(1 - beta2**step)
+        size = lr / (1 - beta1**step)
         eps = group["eps"]
         scalars = [
             [1 - lr * decay, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, eps, size, 0.0],

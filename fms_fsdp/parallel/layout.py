@@ -35,8 +35,13 @@ def check_layout(
     """Raises UserError for a size that an axis cannot divide, or a feature that it cannot shard."""
     if not dims.divides_model:
         return
-    section, heads, kv_heads = cfg.parallel, model.num_attention_heads, model.num_kv_heads
-    tp, cp, pp, length = dims.tp, dims.cp, dims.pp, cfg.data.seq_length
+    section = cfg.parallel
+    heads = model.num_attention_heads
+    kv_heads = model.num_kv_heads
+    tp = dims.tp
+    cp = dims.cp
+    pp = dims.pp
+    length = cfg.data.seq_length
     if heads % tp or (kv_heads % tp and tp % kv_heads):
         valid = [n for n in divisors(heads, heads) if not (kv_heads % n and n % kv_heads)]
         raise UserError(
@@ -90,7 +95,9 @@ def _check_pipeline(
     batch: BatchPlan,
     is_compiled: bool,
 ) -> None:
-    schedule, size, pp = section.pp_schedule, section.pp_micro_batch_size, dims.pp
+    schedule = section.pp_schedule
+    size = section.pp_micro_batch_size
+    pp = dims.pp
     if (stages := pp * dims.virtual_stages) > num_layers:
         raise UserError(
             f"--pp_size={pp} makes {stages} stages of {num_layers} layers; use fewer stages"
@@ -183,10 +190,8 @@ def layers_of_stages(
     part of the last layer.
     """
     assert num_stages <= config.num_layers, (num_stages, config.num_layers)
-    block, q_size = (
-        num_params_by_unit(config)["block"],
-        config.num_attention_heads * config.head_dim,
-    )
+    block = num_params_by_unit(config)["block"]
+    q_size = config.num_attention_heads * config.head_dim
     windows = [min(window or seq_length, seq_length) for window in config.windows]
     costs = [6 * block + 12 * q_size * window for window in windows]
     costs[-1] += 6 * config.hidden_size * config.vocab_size

@@ -64,7 +64,8 @@ def build_pipeline(
 ) -> Pipeline:
     """Returns this rank's stages as one model (collective). `build_stage` returns the stage with some
     layers, ready to train."""
-    size, virtual = mesh.size("pp"), mesh.dims.virtual_stages
+    size = mesh.size("pp")
+    virtual = mesh.dims.virtual_stages
     layers = layers_of_stages(config, config.max_seq_len, size * virtual)
     own = stages_of_rank(mesh.axis_rank("pp"), size, virtual, section.pp_schedule)
     stages = {stage: build_stage(layers[stage]) for stage in own}
@@ -87,7 +88,10 @@ class Pipeline(nn.Module):
         stages: dict[int, Llama],
     ) -> None:
         super().__init__()
-        self.config, self._section, self._mesh, self._device = config, section, mesh, device
+        self.config = config
+        self._section = section
+        self._mesh = mesh
+        self._device = device
         self._dtype, self._group = DTYPES[precision.compute], mesh.axis("pp").get_group()
         self._stages = dict(stages)  # in a dict, so that names have no prefix
         self._last = mesh.size("pp") * mesh.dims.virtual_stages - 1
@@ -150,7 +154,8 @@ class Pipeline(nn.Module):
         except RuntimeError as error:
             # torch wraps errors of a pass; callers treat errors such as OutOfMemoryError by type.
             raise error.__cause__ or error from None
-        losses, self._losses = self._losses, []
+        losses = self._losses
+        self._losses = []
         if losses:
             return tuple(torch.stack(values).sum() for values in zip(*losses, strict=True))
         return tuple(torch.zeros_like(factor) for _ in range(2 if self.config.z_loss else 1))
@@ -169,7 +174,8 @@ class Pipeline(nn.Module):
         torch would infer by a forward and backward pass."""
         if shape in self._schedules:
             return self._schedules[shape]
-        rows, length = self._section.pp_micro_batch_size, shape[1] // self._mesh.size("cp")
+        rows = self._section.pp_micro_batch_size
+        length = shape[1] // self._mesh.size("cp")
         if self._mesh.dims.sequence_parallel:
             length //= self._mesh.size("tp")
         with torch.device("meta"):

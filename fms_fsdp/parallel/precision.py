@@ -123,7 +123,8 @@ class _RMSNorm(nn.RMSNorm):
 
 class _LayerNorm(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        weight = self.weight.to(input.dtype)
+        bias = self.bias.to(input.dtype)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 

@@ -79,10 +79,8 @@ def _device(name: str, table: Any, path: Path) -> Device:
     Raises:
         UserError: a field is missing, unknown or has another type.
     """
-    where, known = (
-        f"--hardware={path}, device {name}:",
-        {each.name: each for each in fields(Device)[1:]},
-    )
+    where = f"--hardware={path}, device {name}:"
+    known = {each.name: each for each in fields(Device)[1:]}
     required = {key for key, each in known.items() if each.default is MISSING}
     if not isinstance(table, dict) or not required <= table.keys() <= known.keys():
         keys = set(table) if isinstance(table, dict) else set[str]()

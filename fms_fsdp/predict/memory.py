@@ -109,7 +109,9 @@ class Held:
 @cache
 def held_by(setup: ModelSetup, stage: int) -> Held:
     """Returns the parts that the rank at this stage of the pipeline holds."""
-    config, dims, section = setup.config, setup.dims, setup.section
+    config = setup.config
+    dims = setup.dims
+    section = setup.section
     num_stages = dims.pp * dims.virtual_stages
     stages = stages_of_rank(stage, dims.pp, dims.virtual_stages, section.pp_schedule)
     # `config.max_seq_len`, as parallelize divides the layers before it knows a batch.
@@ -195,9 +197,14 @@ def estimate_memory(step: Step, saves: int = 0) -> Memory:
 
 
 def _minimum(step: Step, stage: int) -> Memory:
-    setup, accum = step.setup, step.accum
-    config, dims, precision, sizes = setup.config, setup.dims, setup.precision, units(setup)
-    params, shards = held_by(setup, stage).params(setup), dims.size("shard")
+    setup = step.setup
+    accum = step.accum
+    config = setup.config
+    dims = setup.dims
+    precision = setup.precision
+    sizes = units(setup)
+    params = held_by(setup, stage).params(setup)
+    shards = dims.size("shard")
     compute = NUM_BYTES[precision.compute]
     weights = (NUM_BYTES[precision.weights] + 2 * precision.rounded_copy) * params // shards
     gradients = NUM_BYTES[precision.gradients] * params // shards
@@ -223,11 +230,17 @@ def _minimum(step: Step, stage: int) -> Memory:
 
 
 def _expected(step: Step, stage: int) -> Memory:
-    setup, micro = step.setup, step.micro_batch
-    config, dims, precision, section = setup.config, setup.dims, setup.precision, setup.section
+    setup = step.setup
+    micro = step.micro_batch
+    config = setup.config
+    dims = setup.dims
+    precision = setup.precision
+    section = setup.section
     least = _minimum(step, stage)
-    held, sizes = held_by(setup, stage), units(setup)
-    compute, reduce = NUM_BYTES[precision.compute], NUM_BYTES[precision.reduce]
+    held = held_by(setup, stage)
+    sizes = units(setup)
+    compute = NUM_BYTES[precision.compute]
+    reduce = NUM_BYTES[precision.reduce]
     segment = min(section.segment, max(1, held.recomputed))
     block = cost(setup, "block", micro)
     again = cost(setup, "recomputed", micro) if held.recomputed else block

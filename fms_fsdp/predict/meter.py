@@ -77,7 +77,8 @@ class ModelSetup:
 
     def bare(self, part: str) -> ModelSetup:
         """Returns the setup of one block without the settings that do not change this part."""
-        dims, section = self.dims, self.section.for_seq_length(self.seq_length)
+        dims = self.dims
+        section = self.section.for_seq_length(self.seq_length)
         names = ["cp_method", "sequence_parallel"] if dims.tp * dims.cp > 1 else []
         own: dict[str, Any] = {name: getattr(section, name) for name in names}
         own |= {"tp_size": dims.tp, "cp_size": dims.cp}
@@ -152,15 +153,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: list[torch.Tensor], fused: bool, sizes: dict[str, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fused, self.axis_sizes = fused, sizes
-        self.now, self.peak = 0, 0
-        self.flops, self.moved, self.sent = Counter[str](), Counter[str](), Counter[str]()
+        self.fused = fused
+        self.axis_sizes = sizes
+        self.now = 0
+        self.peak = 0
+        self.flops = Counter[str]()
+        self.moved = Counter[str]()
+        self.sent = Counter[str]()
         # Storages are numbered, because their addresses are used again.
         self.numbers = dict[int, int]()  # of living storages by address
         self.sizes = list[int]()
         self.parents = list[set[int]]()  # the storages from which each was computed
         self.written, self.read = set[int](), set[int]()  # by matmuls and collectives; by anything
-        self.held, self.counted = set[int](), set[int]()
+        self.held = set[int]()
+        self.counted = set[int]()
         for tensor in known:
             self.number(tensor)
         self.num_known = len(self.sizes)
@@ -169,9 +175,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.is_view:
             return result
-        given, made = _tensors((args, kwargs)), _tensors(result)
-        packet, name = func._overloadpacket, func._overloadpacket.__name__
-        is_sent, is_matmul = name in _SENT, packet in flop_registry
+        given = _tensors((args, kwargs))
+        made = _tensors(result)
+        packet = func._overloadpacket
+        name = func._overloadpacket.__name__
+        is_sent = name in _SENT
+        is_matmul = packet in flop_registry
         size = sum(map(_num_bytes, given)) + sum(map(_num_bytes, made))
         if is_matmul:
             kind = str(given[0].dtype).removeprefix("torch.")
@@ -185,7 +194,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.moved["other"] += size
         if is_sent:
             self._count_sent(name, args, made)
-        sources, results = set(map(self.number, given)), set(map(self.number, made))
+        sources = set(map(self.number, given))
+        results = set(map(self.number, made))
         for number in results:
             self.parents[number] |= sources - {number}
         self.read |= sources
@@ -205,11 +215,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count_sent(self, name: str, args: Any, made: list[torch.Tensor]) -> None:
         if name == "allreduce_":  # of torch.distributed, in place: tensors and a group
-            group, tensors = dist.ProcessGroup.unbox(args[1]).group_name, args[0]
+            group = dist.ProcessGroup.unbox(args[1]).group_name
+            tensors = args[0]
         elif name == "matmul_reduce":  # of parallel/tensor.py: a matmul and the sum over ranks
-            name, group, tensors = _REDUCTIONS[args[2]], args[3], made
+            name = _REDUCTIONS[args[2]]
+            group = args[3]
+            tensors = made
         else:
-            group, tensors = args[-1], made[:1]
+            group = args[-1]
+            tensors = made[:1]
         axis = group.removeprefix(_GROUP)
         factor = _SENT[name](self.axis_sizes[axis])
         self.sent[axis] += int(factor * sum(map(_num_bytes, tensors)))
@@ -243,7 +257,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.fused:
             return sum(self.sizes[number] for number in stay if number >= self.num_known)
         written = self.written if recompute == "cheap" else held
-        kept, seen, todo = 0, set[int](), list(stay & self.read)
+        kept = 0
+        seen = set[int]()
+        todo = list(stay & self.read)
         while todo:
             if (number := todo.pop()) in seen or number < self.num_known:
                 continue
@@ -299,7 +315,8 @@ class _FirstRank(Mesh):
     """The mesh of the first rank of tp and cp."""
 
     def __init__(self, dims: ParallelDims) -> None:
-        self.dims, self._rank = dims, 0
+        self.dims = dims
+        self._rank = 0
 
     def axis(self, name: str) -> DeviceMesh:
         return _axis(name, self.size(name))
@@ -362,7 +379,9 @@ def _use_flash(model: Llama) -> None:
 
 def _build(setup: ModelSetup) -> Llama:
     """Builds a model of one block as `parallelize` does, up to FSDP."""
-    model, precision, mesh = build_model(setup.config), setup.precision, _FirstRank(setup.dims)
+    model = build_model(setup.config)
+    precision = setup.precision
+    mesh = _FirstRank(setup.dims)
     if setup.device_type != "cpu":
         _use_flash(model)
     if setup.dims.strategy == "none":
@@ -438,7 +457,9 @@ def _measured(setup: ModelSetup, part: str, rows: int) -> Cost:
 
 def _measure(setup: ModelSetup, part: str, rows: int) -> Cost:
     model: Any = _build(setup)
-    config, dims, is_cpu = setup.config, setup.dims, setup.device_type == "cpu"
+    config = setup.config
+    dims = setup.dims
+    is_cpu = setup.device_type == "cpu"
     length = setup.seq_length // dims.cp
     own_length = length // (dims.tp if dims.sequence_parallel else 1)
     x = torch.empty(

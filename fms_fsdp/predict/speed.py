@@ -60,7 +60,8 @@ _DTYPES = {
 
 def rank_cost(setup: ModelSetup, stage: int, rows: int) -> Cost:
     """Returns the cost of a micro-batch on the rank at this stage of the pipeline."""
-    held, total = held_by(setup, stage), Cost()
+    held = held_by(setup, stage)
+    total = Cost()
     counts = {
         "embed": held.embed,
         "block": held.plain,
@@ -90,14 +91,17 @@ def step_time(
     """Returns the seconds of a step by part, on the rank that computes longest; `computed`: the cost
     of a micro-batch there by another program."""
     reached = reached or EFFICIENCY[device.generation]
-    setup, dims, count = step.setup, step.setup.dims, step.num_micro_batches
+    setup = step.setup
+    dims = step.setup.dims
+    count = step.num_micro_batches
     stage, own = slowest(step)
     computed = computed or own
     bandwidth = 1e9 * device.memory_gb_s * reached.memory
     times = {
         name: count * seconds for name, seconds in _computing(setup, device, reached, computed)
     }
-    busy, precision = sum(times.values()), setup.precision
+    busy = sum(times.values())
+    precision = setup.precision
     num_bytes = 2 * NUM_BYTES[precision.weights] + 2 * NUM_BYTES[precision.gradients]
     num_bytes += 4 * NUM_BYTES[precision.state]
     num_params = held_by(setup, stage).params(setup)
@@ -162,10 +166,16 @@ def sent_by(step: Step, stage: int, computed: Cost) -> Counter[str]:
     unsharded tensor, all-reduce twice that.
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
-    setup, dims, precision = step.setup, step.setup.dims, step.setup.precision
-    held, shards, replicas = held_by(setup, stage), dims.size("shard"), dims.dp_replicate
-    params, blocks = held.params(setup), held.blocks * units(setup)["block"]
-    compute, reduce = NUM_BYTES[precision.compute], NUM_BYTES[precision.reduce]
+    setup = step.setup
+    dims = step.setup.dims
+    precision = step.setup.precision
+    held = held_by(setup, stage)
+    shards = dims.size("shard")
+    replicas = dims.dp_replicate
+    params = held.params(setup)
+    blocks = held.blocks * units(setup)["block"]
+    compute = NUM_BYTES[precision.compute]
+    reduce = NUM_BYTES[precision.reduce]
     # FSDP gathers and reduces once per schedule of a pipeline, and every schedule is a micro-step.
     times = step.accum if dims.sync_each_micro_step or dims.pp > 1 else 1
     gathered = params if dims.keeps_weights else params + blocks  # blocks again, in backward
@@ -195,7 +205,8 @@ def sent_summary(sizes: Mapping[str, int]) -> str:
 
 def _link(dims: ParallelDims, axis: str, device: Device, devices_per_node: int) -> float:
     """Returns the bytes/s of a ring over the axis: in a node, or by one link per rank there."""
-    innermost, stride = JOINED.get(axis, (axis,))[-1], 1
+    innermost = JOINED.get(axis, (axis,))[-1]
+    stride = 1
     for inner in AXES[AXES.index(innermost) + 1 :]:
         stride *= dims.size(inner)
     together = min(dims.size(axis), max(1, devices_per_node // stride))

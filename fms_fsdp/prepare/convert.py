@@ -150,7 +150,8 @@ def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo
 
 
 def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> PreparedSource:
-    files, slices = list[InputFile](), list[Slice]()
+    files = list[InputFile]()
+    slices = list[Slice]()
     for path in paths:
         is_file = os.path.isfile(os.path.expanduser(path))
         files += find_files(path, () if is_file else PATTERNS, output=config.folder)
@@ -207,7 +208,8 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
             raise UserError(
                 "not a Megatron index (wrong first bytes); use --exclude for such files"
             )
-        version, code = int.from_bytes(file.read(8), "little"), file.read(1)[0]
+        version = int.from_bytes(file.read(8), "little")
+        code = file.read(1)[0]
         if version != 1 or code not in _MEGATRON_TYPES:
             raise UserError(
                 f"Megatron index of version {version}, type {code}; it must be of version 1 and of integers"
@@ -233,7 +235,8 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
     Source: datatrove, pipeline/tokens/tokenizer.py.
     """
     ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
-    total, size = int(ends[-1]) if len(ends) else 0, os.path.getsize(path)
+    total = int(ends[-1]) if len(ends) else 0
+    size = os.path.getsize(path)
     if total and size not in (2 * total, 4 * total):
         raise UserError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
     ids = _map_ids(path, np.dtype(f"<u{size // total}" if total else "<u2"))
@@ -253,7 +256,8 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
     """
     name = wanted or next((name for name in _COLUMNS if name in schema.names), "")
     if name not in schema.names:
-        missing, present = wanted or " or ".join(_COLUMNS), ", ".join(schema.names)
+        missing = wanted or " or ".join(_COLUMNS)
+        present = ", ".join(schema.names)
         raise UserError(f"has no column {missing}, only {present}; set --column")
     kind = schema.field(name).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
@@ -271,7 +275,8 @@ def _split_lists(array: pa.Array) -> Sequence[Tokens]:
         raise UserError("the ids contain nulls; write the file without them")
     if is_document:
         return [array.to_numpy()]
-    offsets, values = array.offsets.to_numpy(), array.values.to_numpy()
+    offsets = array.offsets.to_numpy()
+    values = array.values.to_numpy()
     return [values[start:stop] for start, stop in pairwise(offsets)]
 
 

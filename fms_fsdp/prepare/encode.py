@@ -49,7 +49,8 @@ from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens, load_tokenizer
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-_BATCH_BYTES, _BATCH_RECORDS = 1 << 20, 4096
+_BATCH_BYTES = 1 << 20
+_BATCH_RECORDS = 4096
 _PROGRESS_S = 5.0
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 
@@ -127,7 +128,8 @@ class TextReader:
         first = 0
         for batch in _batches(parts, self.form):
             yield from (record for record in batch if isinstance(record, Problem))
-            documents, kept = [r for r in batch if isinstance(r, Document)], list[Document]()
+            documents = [r for r in batch if isinstance(r, Document)]
+            kept = list[Document]()
             for number, document in enumerate(documents, first):
                 if copies is not None and copies[number]:
                     yield Problem("duplicate")
@@ -172,13 +174,15 @@ def _count_unk(tokens: Tokens, unk_id: int | None) -> int:
 
 def _batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
     """Yields the records of the parts in batches of about 1 MB."""
-    batch, size = list[Document | Problem](), 0
+    batch = list[Document | Problem]()
+    size = 0
     for record in (record for part in parts for record in read_part(part, form)):
         batch.append(record)
         size += len(record.data) if isinstance(record, Document) else 0
         if size >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     yield batch
 
 
@@ -260,13 +264,18 @@ def encode_slice(job: SliceJob) -> SliceResult:
     Raises:
         UserError: an unreadable file, an id outside the vocabulary, or too many malformed records.
     """
-    settings, stats, shards = job.settings, Stats(), list[ShardEntry]()
+    settings = job.settings
+    stats = Stats()
+    shards = list[ShardEntry]()
     edges = np.cumsum(settings.split)[:-1] / sum(settings.split) * 2.0**64
-    writers, num_full = dict[str, ShardWriter](), Counter[str]()
+    writers = dict[str, ShardWriter]()
+    num_full = Counter[str]()
 
     def close(split: str) -> None:
         writer = writers.pop(split)
-        size, documents, tokens = writer.finish(), writer.num_documents, writer.num_tokens
+        size = writer.finish()
+        documents = writer.num_documents
+        tokens = writer.num_tokens
         name = writer.path.name
         shards.append(
             ShardEntry(split=split, file=name, documents=documents, tokens=tokens, bytes=size)
@@ -279,7 +288,8 @@ def encode_slice(job: SliceJob) -> SliceResult:
             stats.skip(record)
             _check_bad_lines(job, stats.num_bad, stats.bad)
             continue
-        tokens, split = record.tokens, SPLITS[0]
+        tokens = record.tokens
+        split = SPLITS[0]
         if len(edges):
             data = record.document.data if record.document else tokens.astype("<u4").tobytes()
             split = SPLITS[int(np.searchsorted(edges, hash64(data), side="right"))]
@@ -359,17 +369,20 @@ def run_jobs(
     Raises:
         UserError: a process was killed. Errors of a job are raised as they are; other jobs end.
     """
-    workers, sizes = min(workers, len(jobs)), [job.slice.num_bytes for job in jobs]
+    workers = min(workers, len(jobs))
+    sizes = [job.slice.num_bytes for job in jobs]
     results = (
         _run_in_processes(work, jobs, sizes, workers) if workers > 1 else enumerate(map(work, jobs))
     )
-    total_mb, done_mb = max(1e-6, sum(sizes) / 1e6), 0.0
+    total_mb = max(1e-6, sum(sizes) / 1e6)
+    done_mb = 0.0
     start = logged = time.monotonic()
     for count, (i, result) in enumerate(results, start=1):
         done_mb += sizes[i] / 1e6
         now = time.monotonic()
         if count == len(jobs) or now - logged >= _PROGRESS_S:
-            logged, seconds = now, max(1e-3, now - start)
+            logged = now
+            seconds = max(1e-3, now - start)
             left = timedelta(seconds=round(seconds * (total_mb - done_mb) / max(1e-6, done_mb)))
             rate = f"{done_mb:,.1f} of {total_mb:,.1f} MB ({done_mb / seconds:,.1f} MB/s)"
             note(f"{label}: {count} of {len(jobs)} slices, {rate}, {left} left")

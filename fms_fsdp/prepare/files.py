@@ -79,7 +79,8 @@ def parse_input(text: str) -> dict[str, list[str]]:
 
     A comma belongs to the path unless NAME= follows it, or the path without NAME= does not exist.
     """
-    sources, unnamed = dict[str, list[str]](), dict[str, str]()
+    sources = dict[str, list[str]]()
+    unnamed = dict[str, str]()
     for item in [text] if _exists(text) else re.split(r",(?=[^,=/]*=)", text):
         given, equals, rest = item.partition("=")
         is_named = bool(equals) and "/" not in given and not _exists(item.split("/")[0])
@@ -142,10 +143,12 @@ def find_files(
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     path = os.path.expanduser(path)
-    found, root = [path], path if os.path.isdir(path) else os.path.dirname(path)
+    found = [path]
+    root = path if os.path.isdir(path) else os.path.dirname(path)
     folder, pattern = _split_pattern(path)
     if pattern:
-        root, found = folder, glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
+        root = folder
+        found = glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
         if not glob.has_magic(pattern.split("/")[0]) or not os.path.isdir(root or "."):
             raise MissingInput(
                 f"--input={path} does not exist; give a file, a folder or a quoted glob"
@@ -157,7 +160,8 @@ def find_files(
         )
     by_path: dict[str, str] = {}  # real path -> relative name
     for file in (file for each in found for file in _walk(each)):
-        name, real = os.path.relpath(file, root or "."), os.path.realpath(file)
+        name = os.path.relpath(file, root or ".")
+        real = os.path.realpath(file)
         is_hidden = found != [path] and any(map(_is_hidden, name.split("/")))
         if is_hidden or real.startswith(f"{own}/"):
             continue
@@ -264,15 +268,18 @@ def plan_slices(
 
     `limit_docs` keeps that many records from the start; they are counted by reading them.
     """
-    slices, parts = list[Slice](), list[Part]()
-    weight, left = 0, limit_docs
+    slices = list[Slice]()
+    parts = list[Part]()
+    weight = 0
+    left = limit_docs
     for part in (part for file in files for part in _split(file, slice_bytes)):
         if left is not None:
             part = replace(part, limit=left)
             left -= sum(1 for _ in read_part(part, form))
         if parts and weight + part.num_bytes > slice_bytes:
             slices.append(Slice(len(slices), tuple(parts)))
-            parts, weight = [], 0
+            parts = []
+            weight = 0
         parts.append(part)
         weight += part.num_bytes
         if left == 0:
@@ -282,7 +289,8 @@ def plan_slices(
 
 def _split(file: InputFile, slice_bytes: int) -> Iterator[Part]:
     size = file.size * _EXPANSION.get(suffix_of(file.path), 1)
-    num_parts, end = -(-size // slice_bytes) or 1, max(1, size)
+    num_parts = -(-size // slice_bytes) or 1
+    end = max(1, size)
     if file_format(file.path) == "parquet":
         with reading(file.path), open(file.path, "rb") as stream:
             end = pq.ParquetFile(stream).metadata.num_row_groups

@@ -171,7 +171,8 @@ class _Members(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes], make_decompressor: Callable[[], Any]) -> None:
-        self._chunks, self._rest = _decompress(file, make_decompressor), b""
+        self._chunks = _decompress(file, make_decompressor)
+        self._rest = b""
 
     def readable(self) -> bool:
         return True
@@ -263,7 +264,8 @@ def _is_about_content(error: Exception) -> bool:
 
 def _read_json_lines(part: Part, form: TextFormat) -> Records:
     with _open_stream(part.path) as stream:
-        is_plain, position = suffix_of(part.path) not in COMPRESSED, 0
+        is_plain = suffix_of(part.path) not in COMPRESSED
+        position = 0
         if part.start:  # a line belongs to the part that contains its first byte
             stream.seek(part.start - 1)
             position = part.start - 1 + len(stream.readline())
@@ -450,7 +452,9 @@ def _read_text(part: Part, form: TextFormat) -> Records:
 
 def _split_text(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[bytes | None]:
     """Yields the texts between separators without empty ones; None for one above the limit."""
-    rest, is_too_long, chunk = bytearray(), False, head
+    rest = bytearray()
+    is_too_long = False
+    chunk = head
     while chunk:
         searched = max(0, len(rest) - len(separator) + 1)  # no separator begins before
         rest += chunk

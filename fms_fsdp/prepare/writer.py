@@ -48,7 +48,8 @@ from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 
 SPLITS = ("train", "validation", "test")
-MAX_BATCH_DOCUMENTS, MAX_BATCH_TOKENS = 65_536, 1 << 22
+MAX_BATCH_DOCUMENTS = 65_536
+MAX_BATCH_TOKENS = 1 << 22
 _SHOWN_BAD = 5
 _NOUNS = ("binary file", "blank line", "duplicate", "empty document")  # reasons to count
 
@@ -106,10 +107,13 @@ class ShardWriter:
     """
 
     def __init__(self, path: Path, info: ShardInfo) -> None:
-        self.path, self.info = path, info
+        self.path = path
+        self.info = info
         self.num_documents = self.num_tokens = 0
-        self._max_token_id, self._has_bos = 0, info.bos_id is not None
-        self._documents, self._batch_tokens = list[Tokens](), 0
+        self._max_token_id = 0
+        self._has_bos = info.bos_id is not None
+        self._documents = list[Tokens]()
+        self._batch_tokens = 0
         self._batches: list[pa.Array] = []
 
     def add(self, tokens: Tokens) -> None:
@@ -137,7 +141,8 @@ class ShardWriter:
         np.cumsum([len(document) for document in self._documents], out=offsets[1:])
         values = pa.array(np.concatenate(self._documents))
         self._batches.append(pa.LargeListArray.from_arrays(pa.array(offsets), values))
-        self._documents, self._batch_tokens = [], 0
+        self._documents = []
+        self._batch_tokens = 0
 
     def finish(self) -> int:
         """Writes the shard atomically; returns its size in bytes."""
@@ -238,7 +243,8 @@ class Stats:
 
 def describe(stats: Mapping[str, Stats]) -> str:
     """Returns a table of the sources, examples of malformed records, and warnings."""
-    total, rows = Stats.merge(map(vars, stats.values())), list[Sequence[str]]()
+    total = Stats.merge(map(vars, stats.values()))
+    rows = list[Sequence[str]]()
     for name, part in [*stats.items(), ("total", total)]:
         per_token = f"{part.chars / part.tokens:.2f}" if part.chars else "–"
         unk = f"{part.unk_fraction:.3%}" if part.chars else "–"
@@ -307,7 +313,8 @@ class PreparedSource:
         if not self.partial.is_dir():
             return
         for split in SPLITS:
-            made, final = self.partial / split, self.final(split)
+            made = self.partial / split
+            final = self.final(split)
             if split in splits and not made.is_dir():
                 continue  # published before the interruption
             shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
@@ -379,7 +386,8 @@ def check_plans(
         path.parent.name: json.loads(path.read_text(encoding="utf-8"))
         for path in _journals(output, "plan.json")
     }
-    digest, names = plans[0]["tokenizer_digest"], [source.name for source in sources]
+    digest = plans[0]["tokenizer_digest"]
+    names = [source.name for source in sources]
     for name, plan in known.items():
         other = plan["tokenizer_digest"]
         if name not in names and other and digest and other != digest:
@@ -456,7 +464,8 @@ def _read_entry(path: Path) -> SliceResult:
 
 def _write_counts(output: Path) -> None:
     """Writes counts and statistics of all published sources, also of earlier calls."""
-    rows, summary = defaultdict[str, list[tuple[str, int, int]]](list), dict[str, Any]()
+    rows = defaultdict[str, list[tuple[str, int, int]]](list)
+    summary = dict[str, Any]()
     for journal in _journals(output):
         if (output / ".partial" / journal.name).exists() or not (output / journal.name).is_dir():
             continue

@@ -22,7 +22,8 @@ RUN_FILES = ("metrics.jsonl", "status.json", "config.json", "log.txt")  # that a
 
 def check_machine(cfg: TrainConfig, machine: Machine, dims: ParallelDims) -> None:
     """Raises UserError for a flag that this machine, or this number of ranks, does not support."""
-    named, is_compiled = cfg.precision.named, machine.compiles(cfg.parallel)
+    named = cfg.precision.named
+    is_compiled = machine.compiles(cfg.parallel)
     if machine.device_type == "cuda" and named not in ("fp32", "fp16") and not machine.has_bf16:
         raise UserError(
             f"--precision={named or 'bf16'} requires bf16, which {machine.device_name} does not "
@@ -44,7 +45,8 @@ def check_machine(cfg: TrainConfig, machine: Machine, dims: ParallelDims) -> Non
 
 
 def _check_device(cfg: TrainConfig, dims: ParallelDims, *, is_gpu: bool, is_compiled: bool) -> None:
-    parallel, attn_impl = cfg.parallel, cfg.model.attn_impl
+    parallel = cfg.parallel
+    attn_impl = cfg.model.attn_impl
     if parallel.recomputes == "cheap" and not is_compiled:
         raise UserError(
             "--recompute=cheap requires compiled blocks; set --use_torch_compile=True, or use "
@@ -82,7 +84,8 @@ def _check_device(cfg: TrainConfig, dims: ParallelDims, *, is_gpu: bool, is_comp
 
 def _check_ranking(cfg: TrainConfig) -> None:
     """Raises UserError unless some checkpoint before the last has the metric of --keep_best."""
-    keep, evaluates = cfg.checkpoint, cfg.checkpoint.ranks_evaluations
+    keep = cfg.checkpoint
+    evaluates = cfg.checkpoint.ranks_evaluations
     if not keep.keep_best or (evaluates and cfg.eval.eval_epochs):  # at steps that the data decides
         return
     interval = cfg.eval.eval_interval if evaluates else cfg.log.report_interval

@@ -41,8 +41,12 @@ class NonFiniteGuard:
         describe: Callable[[int], str] = lambda step: "",
         loss_scale: LossScale | None = None,
     ) -> None:
-        self.state, self.limit, self.checkpoints, self.advice = state, limit, checkpoints, advice
-        self.describe, self.loss_scale = describe, loss_scale
+        self.state = state
+        self.limit = limit
+        self.checkpoints = checkpoints
+        self.advice = advice
+        self.describe = describe
+        self.loss_scale = loss_scale
         self._pending: tuple[int, HostCopy] | None = None
 
     def check(self, step: int, grad_norm: torch.Tensor, num_labels: torch.Tensor) -> None:
@@ -51,7 +55,8 @@ class NonFiniteGuard:
         Raises:
             RunFailed: `limit` consecutive steps were not finite, or the loss scale is minimal.
         """
-        values, scale = [grad_norm, num_labels.to(grad_norm)], self.loss_scale
+        values = [grad_norm, num_labels.to(grad_norm)]
+        scale = self.loss_scale
         if scale is not None and scale.is_dynamic:
             values += [scale.last_scale, scale.scale, scale.is_stuck]
         copy = HostCopy(torch.stack(values))
@@ -115,8 +120,11 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float, path: Path, on_hang: Callable[[str], None]) -> None:
-        self._timeout_s, self._path, self._on_hang = timeout_s, path, on_hang
-        self._alive_at, self._closed = time.monotonic(), threading.Event()
+        self._timeout_s = timeout_s
+        self._path = path
+        self._on_hang = on_hang
+        self._alive_at = time.monotonic()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -129,7 +137,8 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        pause_s, before = min(1.0, self._timeout_s / 10), time.monotonic()
+        pause_s = min(1.0, self._timeout_s / 10)
+        before = time.monotonic()
         while not self._closed.wait(pause_s):
             now = time.monotonic()
             # A suspended process (SIGSTOP, Ctrl-Z) wakes up late: that time does not count.

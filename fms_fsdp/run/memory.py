@@ -98,7 +98,8 @@ class MemoryBudget:
 
     def check(self, run: RunConfig) -> None:
         """Raises UserError, with both sizes and a fix, if a rank cannot take a step."""
-        need, offload = self.minimum(run), run.config.parallel.cpu_offload
+        need = self.minimum(run)
+        offload = run.config.parallel.cpu_offload
         for device_type, part in need.by_device(run.device_type, offload=offload).items():
             if part.total > self.machine.memory[device_type]:
                 raise UserError(_too_large(run, part, self.machine, device_type))
@@ -138,7 +139,9 @@ class MemoryBudget:
 
     def advice(self, run: RunConfig) -> Iterator[str]:
         """Yields flags that would need less memory, and about how much each saves."""
-        section, dims, need = run.config.parallel, run.dims, self.need(run)
+        section = run.config.parallel
+        dims = run.dims
+        need = self.need(run)
         is_all = section.recomputes == "blocks"
         blocks = "--selective_checkpointing=1" if is_all else "--recompute=blocks"
         for kind, text in (
@@ -172,7 +175,8 @@ class MemoryBudget:
     def fullest(self, run: RunConfig, need: Memory | None = None) -> tuple[int, int]:
         """Returns the bytes needed and available of the device that is filled most, by default of
         the expected memory."""
-        need, offload = need or self.need(run), run.config.parallel.cpu_offload
+        need = need or self.need(run)
+        offload = run.config.parallel.cpu_offload
         parts = need.by_device(run.device_type, offload=offload)
         available = self.machine.memory
         loads = [(part.total, max(1, available[kind])) for kind, part in parts.items()]
@@ -211,7 +215,8 @@ def _too_large(run: RunConfig, need: Memory, machine: Machine, device_type: str)
         "choose a smaller model (--model_variant, --num_layers, --hidden_size, --ffn_hidden_size, "
         "--vocab_size)"
     )
-    fix, dims = smaller, run.dims
+    fix = smaller
+    dims = run.dims
     if (free := available - (need.total - need.state)) > 0:
         num_devices = -(-need.state * dims.size("shard") // free)
         fix = (

@@ -143,7 +143,8 @@ def choose_checkpoint(cfg: TrainConfig, corrupt: dict[Path, str] | None = None) 
     Raises:
         UserError: there is no checkpoint although there must be one, or the other way round.
     """
-    flags, root = cfg.checkpoint, Path(cfg.ckpt_save_path)
+    flags = cfg.checkpoint
+    root = Path(cfg.ckpt_save_path)
     if flags.resume == "never" and checkpoint_steps(root):
         raise UserError(f"--resume=never, but {root} has checkpoints; choose another --run_name")
     if flags.resume_step is not None and checkpoint_steps(root):
@@ -244,12 +245,14 @@ def check_resume(run: RunConfig, resume: ResumePoint) -> None:
     """
     if resume.checkpoint is None:
         return
-    old, folder = resume.checkpoint.metadata.run, resume.checkpoint.folder
+    old = resume.checkpoint.metadata.run
+    folder = resume.checkpoint.folder
     _check_shape(run.model, old.model, folder)
     if not resume.is_resume:
         return
     for name in ("optimizer", "optimizer_kwargs"):
-        now, before = getattr(run.config.optim, name), getattr(old.config.optim, name)
+        now = getattr(run.config.optim, name)
+        before = getattr(old.config.optim, name)
         if now != before and (
             name == "optimizer"
             or sorted(example_state(run.config.optim)) != sorted(example_state(old.config.optim))
@@ -274,7 +277,8 @@ def _check_shape(now: TransformerConfig, before: TransformerConfig, folder: Path
         if name == "max_seq_len":
             is_compared = now.pos_emb == "learned"  # positions that have weights
         if is_compared and getattr(now, name) != getattr(before, name):
-            value, saved = asdict(now)[name], asdict(before)[name]
+            value = asdict(now)[name]
+            saved = asdict(before)[name]
             raise UserError(
                 f"--{name}={value} does not match the checkpoint {folder} ({saved}); "
                 f"set --{name}={saved}, or choose another --run_name"
@@ -291,7 +295,8 @@ def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
     if old is None:
         return
     changed: dict[str, list[str]] = {"logged": [], "free": [], "fixed": []}
-    before, now = flag_values(old.config), flag_values(run.config)
+    before = flag_values(old.config)
+    now = flag_values(run.config)
     for name, row in flag_table(TrainConfig).items():
         if before[name] != now[name]:
             is_new_data = row.orders_data and (resume.fresh_data or run.config.data.dataset_builder)
@@ -302,7 +307,8 @@ def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
     # A changed "fixed" flag passed the checks, so it results in the same model or data.
     if quiet := changed["free"] + changed["fixed"]:
         yield f"changed, no effect on training: {', '.join(quiet)}"
-    batch, was = run.batch, old.batch
+    batch = run.batch
+    was = old.batch
     if batch != was and batch.global_batch_size == was.global_batch_size:
         yield (
             f"batch: {old.batch.factors}, now {run.batch.factors}: the global batch remains "
@@ -320,7 +326,8 @@ def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
 
 def learning_rate_jump(run: RunConfig, resume: ResumePoint) -> str:
     """Returns a warning if flags change the learning rate of the next step."""
-    old, step = resume.saved, resume.start.step + 1
+    old = resume.saved
+    step = resume.start.step + 1
     if old is None:
         return ""
     tokens = resume.start.tokens_seen + old.batch.global_batch_size * old.seq_length

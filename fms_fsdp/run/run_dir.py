@@ -32,8 +32,10 @@ class RunDir:
     """The folders of a run. Only rank 0 calls the methods."""
 
     def __init__(self, cfg: TrainConfig) -> None:
-        self.folder, self.checkpoints = Path(cfg.output_dir), Path(cfg.ckpt_save_path)
-        self.stop_file, self.log_file = self.folder / "STOP", self.folder / "log.txt"
+        self.folder = Path(cfg.output_dir)
+        self.checkpoints = Path(cfg.ckpt_save_path)
+        self.stop_file = self.folder / "STOP"
+        self.log_file = self.folder / "log.txt"
         self._locks: dict[Path, TextIO] = {}
         self._is_new = False
 
@@ -70,7 +72,8 @@ class RunDir:
                 "start it again"
             )
         self.rename_own(corrupt, "damaged")
-        now, began = time.time(), time.time() - process_age_s()
+        now = time.time()
+        began = time.time() - process_age_s()
         if self.stop_file.exists() and not began <= self.stop_file.stat().st_mtime <= now + 1:
             self.stop_file.unlink(missing_ok=True)  # for an earlier launch, or from the future
         names = [re.fullmatch(r"config\.(\d+)\.json", path.name) for path in self.folder.iterdir()]

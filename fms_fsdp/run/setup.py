@@ -113,7 +113,8 @@ def open_stream(
         dp_size=batch.dp_size,
         pin_memory=pin_memory,
     )
-    start, changes = resume.start, list[str]()
+    start = resume.start
+    changes = list[str]()
     if resume.fresh_data:
         stream.begin_after(start.step)
     elif resume.is_resume:

@@ -40,7 +40,8 @@ def describe(
     start: int = 0,
 ) -> str:
     """Returns the facts of a run before step `start` + 1, one per line."""
-    batch, dims = run.batch, run.dims
+    batch = run.batch
+    dims = run.dims
     tokens = batch.global_batch_size * run.seq_length
     ramp = ""
     if batch.rampup:
@@ -86,10 +87,12 @@ def describe_memory(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
 
 def describe_sources(stream: TokenStream, num_steps: int) -> Iterator[str]:
     """Yields a line for each source: its tokens, its weight, and how often it is read to the end."""
-    used, sources = stream.consumption(num_steps), stream.corpus.sources
+    used = stream.consumption(num_steps)
+    sources = stream.corpus.sources
     total = sum(source.weight for source in sources)
     for source in sources:
-        tokens, epochs = used[source.name]["tokens"], used[source.name]["epoch"]
+        tokens = used[source.name]["tokens"]
+        epochs = used[source.name]["epoch"]
         yield (
             f"source {source.name}: {source.num_tokens:,} tokens, weight "
             f"{plain(source.weight / total, 4)}; {tokens:,} tokens ({plain(epochs, 2)} epochs) are "
@@ -111,9 +114,11 @@ def _precision(run: RunConfig) -> str:
 
 def describe_saves(run: RunConfig, start: int) -> str:
     """Returns the size of a checkpoint and of all that the launch keeps; "" if it saves none."""
-    flags, last = run.config.checkpoint, run.num_steps
+    flags = run.config.checkpoint
+    last = run.num_steps
     schedule = parse_schedule(flags.checkpoint_schedule, flags.checkpoint_interval)
-    steps, due = list[int](), schedule.next_after(start)
+    steps = list[int]()
+    due = schedule.next_after(start)
     while due is not None and due < last and len(steps) < _MOST_COUNTED:
         steps.append(due)
         due = schedule.next_after(due)
@@ -212,7 +217,8 @@ def log_precision(section: PrecisionConfig, machine: Machine) -> None:
     """Logs how a CPU computes in the precision of the flags, or the choice if they name none."""
     if machine.device_type != "cpu":
         return
-    wanted, native = section.named, machine.has_bf16
+    wanted = section.named
+    native = machine.has_bf16
     if wanted is None:
         text = "precision: %s (this CPU %s native bf16)"
         log.info(text, "bf16" if native else "fp32", "has" if native else "has no")
@@ -233,7 +239,8 @@ def log_startup(
     held_out: Sequence[HeldOut] = (),
 ) -> None:
     """Logs warnings, the start of the run, and the changes of this launch."""
-    world, start = budget.machine.world, resume.start
+    world = budget.machine.world
+    start = resume.start
     warnings = [budget.warning(run), axes_across_nodes(run.dims, world.local_size)]
     if corpus is not None and world.rank == 0:
         from fms_fsdp.data.tokenizer import unk_warnings
@@ -362,7 +369,8 @@ def save_estimates(run: RunConfig, resume: ResumePoint, budget: MemoryBudget) ->
     """Returns the seconds of a save, by an earlier one or at 200 MB/s per node, and the bytes of
     host memory that the copies of a rank may take."""
     size = checkpoint_bytes(run)
-    ranks, loaded = budget.machine.world.local_size, resume.checkpoint
+    ranks = budget.machine.world.local_size
+    loaded = resume.checkpoint
     known = loaded.metadata.save_s if loaded is not None else None
     guess = size * ranks / run.world_size / 2e8
     return guess if known is None else known, available_memory(torch.device("cpu"), ranks)

@@ -41,7 +41,10 @@ class StopSignals:
     """
 
     def __init__(self, status: RunStatus) -> None:
-        self.name, self.can_save, self._status, self._interrupts = "", False, status, 0
+        self.name = ""
+        self.can_save = False
+        self._status = status
+        self._interrupts = 0
         self.came_to_peer = False  # a signal to another rank has ended the launch
         self.is_committing: Callable[[], bool] = lambda: False
         self.notes: list[str] = []
@@ -119,8 +122,13 @@ class StopControl:
         eval_interval: int = 0,
         sum_over_ranks: Callable[[Sequence[int]], Sequence[int]] = list,
     ) -> None:
-        self.cfg, self.stop_file, self.signals, self.is_main = cfg, stop_file, signals, is_main
-        self.eval_interval, self.save_s, self.eval_s = eval_interval, 0.0, 0.0
+        self.cfg = cfg
+        self.stop_file = stop_file
+        self.signals = signals
+        self.is_main = is_main
+        self.eval_interval = eval_interval
+        self.save_s = 0.0
+        self.eval_s = 0.0
         self._longest_eval_s = self._eval_total_s = 0.0
         self._step_began = self._slowest_step_s = self._file_checked = 0.0
         self._pending: HostCopy | None = None
@@ -138,7 +146,8 @@ class StopControl:
     def expect(self, state: TrainState, eval_total_s: float, save_s: float) -> None:
         """Updates `save_s` and `eval_s` before a step; `eval_total_s`: of all evaluations so far."""
         self._longest_eval_s = max(self._longest_eval_s, eval_total_s - self._eval_total_s)
-        self._eval_total_s, self.save_s = eval_total_s, save_s
+        self._eval_total_s = eval_total_s
+        self.save_s = save_s
         soon = range(state.step + 1, state.step + 4)
         is_due = self.eval_interval and any(step % self.eval_interval == 0 for step in soon)
         self.eval_s = self._longest_eval_s if is_due else 0.0
@@ -172,7 +181,8 @@ class StopControl:
         if state.steps_in_launch > 1:  # the first step compiles
             step_s = time.monotonic() - self._step_began
             self._slowest_step_s = max(0.9 * self._slowest_step_s, step_s)
-        late, self._pending = self._pending, requests
+        late = self._pending
+        self._pending = requests
         known = late if requests.is_late else requests
         samples, tokens = state.seen_in_launch
         limits = {

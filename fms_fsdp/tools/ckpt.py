@@ -84,7 +84,8 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for folder in _step_folders(path):
         try:
-            state, gib = _problem(folder), _gib(folder)
+            state = _problem(folder)
+            gib = _gib(folder)
             metadata = TrainMetadata(0) if state else folders.read_metadata(folder)
         except (CheckpointDeleted, FileNotFoundError):  # by its run, after it was listed
             continue
@@ -108,7 +109,8 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
             num_files = 0 if reason else len(folders.read_files(folder)) + 1
             shown = reason or f"valid: {num_files} files, {_gib(folder)} GiB"
         except (CheckpointDeleted, FileNotFoundError):
-            reason, shown = "", "deleted by its run in the meantime"
+            reason = ""
+            shown = "deleted by its run in the meantime"
         if reason:
             bad.append(folder.name)
         print(f"{folder.name:<16} {shown}", flush=True)
@@ -133,7 +135,8 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
             print(f"{'deleted' if config.yes else 'would delete'} {folder}")
             if config.yes:
                 folders.delete(folder)
-    kept, hint = len(set(steps) - corrupt - later), "" if config.yes else "; add --yes to delete"
+    kept = len(set(steps) - corrupt - later)
+    hint = "" if config.yes else "; add --yes to delete"
     print(f"{gib:.3f} GiB in {len(doomed)} folders, {kept} checkpoints kept{hint}")
 
 
@@ -152,7 +155,8 @@ def inspect(config: CkptInspectConfig) -> None:
                 "--optimizer=True is not supported with a Hugging Face checkpoint; remove it"
             )
         weights = open_checkpoint(folder, "--path")
-        names, head = list(weight_map(weights.config)), {"checkpoint": str(folder), "step": None}
+        names = list(weight_map(weights.config))
+        head = {"checkpoint": str(folder), "step": None}
         stats = tensor_stats(names, weights.read)
     else:
         head, stats = read_checkpoint(
@@ -195,7 +199,8 @@ def tensor_stats(names: Sequence[str], read: Callable[[str], torch.Tensor]) -> d
     for number, name in enumerate(names, 1):
         rewrite_line(f"{number} of {len(names)} tensors")
         tensor = read(name)
-        x, dtype = tensor.double(), str(tensor.dtype).removeprefix("torch.")
+        x = tensor.double()
+        dtype = str(tensor.dtype).removeprefix("torch.")
         values = {"norm": x.norm(), "mean": x.mean(), "std": x.std(correction=0)}
         values |= {"min": x.min(), "max": x.max(), "zeros": (x == 0).double().mean()}
         values |= {"non_finite": (~torch.isfinite(x)).double().mean()}
@@ -239,6 +244,7 @@ def _root(path: str) -> Path:
 
 def _step_folders(path: str) -> list[Path]:
     """Returns the checkpoint that `path` names, or all."""
-    root, name = _root(path), Path(path).name
+    root = _root(path)
+    name = Path(path).name
     steps = [root / f"step_{step}" for step in folders.checkpoint_steps(root)]
     return [folder for folder in steps if folder.name == name or not name.startswith("step_")]

@@ -177,7 +177,8 @@ class EstimateConfig(TrainConfig, EstimateFlags):
     @property
     def idle_tokens(self) -> int:
         """The tokens that devices without a sequence could compute in the small batches of a ramp."""
-        last, idle = self.num_steps, 0
+        last = self.num_steps
+        idle = 0
         for phase, following in pairwise(self.batches.phases()):
             steps = min(following.step, last) - min(phase.step, last)
             idle += steps * max(0, self.num_devices - phase.batch)
@@ -202,7 +203,8 @@ class Days:
 def days(config: EstimateConfig, steps: int, shortest_s: float, longest_s: float) -> Days:
     """Returns the days of steps that take between these seconds in total. A launch that ends early
     loses half of the time between two saves."""
-    section, every = config.checkpoint, config.eval.eval_interval
+    section = config.checkpoint
+    every = config.eval.eval_interval
     saves = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval).count(1, steps)
     between: float = section.checkpoint_interval or steps
     if section.checkpoint_schedule:
@@ -219,7 +221,8 @@ def days(config: EstimateConfig, steps: int, shortest_s: float, longest_s: float
 
 def days_by_rate(config: EstimateConfig) -> Days:
     """Returns the days at a measured rate, which includes recomputation, or at achieved TFLOP/s."""
-    rate, most = config.tokens_per_sec_per_device, 1.0
+    rate = config.tokens_per_sec_per_device
+    most = 1.0
     if rate is None:
         assert config.tflops is not None
         if config.parameters is not None:
@@ -227,7 +230,8 @@ def days_by_rate(config: EstimateConfig) -> Days:
         else:
             length = config.data.seq_length
             flops = flops_per_token(resolve_model(config.model, seq_length=length), length)
-        rate, most = config.tflops * 1e12 / flops, 4 / 3
+        rate = config.tflops * 1e12 / flops
+        most = 4 / 3
     seconds = (config.num_tokens + config.idle_tokens) / (config.num_devices * rate)
     return days(config, config.num_steps, seconds, most * seconds)
 
@@ -283,7 +287,8 @@ class Estimate:
     @cached_property
     def days(self) -> Days:
         """Returns the days of the run; a smaller batch of a ramp has fewer accumulation steps."""
-        batch, steps = self.run.batch, self.run.num_steps
+        batch = self.run.batch
+        steps = self.run.num_steps
 
         @cache
         def seconds_of(rows: int) -> float:
@@ -302,7 +307,8 @@ class Estimate:
     @property
     def flags(self) -> str:
         """The flags that select the layout and the batch."""
-        section, batch = self.run.config.parallel, self.run.batch
+        section = self.run.config.parallel
+        batch = self.run.batch
         found = {name: value for name, value in non_defaults(section).items() if name in _SEARCHED}
         found |= {
             "batch_size": batch.batch_size,
@@ -340,7 +346,8 @@ def global_batch(config: EstimateConfig, dp_size: int) -> int:
     training = config.training
     if training.global_batch_size is not None:
         return training.global_batch_size
-    size, accum = training.micro_batch_size, training.grad_accum_steps
+    size = training.micro_batch_size
+    accum = training.grad_accum_steps
     unit = (size or 1) * (accum or 1) * dp_size
     if size and accum:
         return unit
@@ -449,7 +456,8 @@ def _shard_groups(
 
     num_inner   ranks of tp and cp, which share a node
     """
-    world, given = config.machine.world, config.parallel
+    world = config.machine.world
+    given = config.parallel
     if world.size == 1:
         yield given.sharding_strategy or "none", None
         return
@@ -465,7 +473,9 @@ def _shard_groups(
 
 def as_json(found: Estimate) -> dict[str, Any]:
     """Returns all values of an estimate; sizes in bytes, times in seconds."""
-    config, run, batch = found.config, found.run, found.run.batch
+    config = found.config
+    run = found.run
+    batch = found.run.batch
     return {
         "flags": found.flags,
         "model": config.model.name,
@@ -501,7 +511,9 @@ def _kwh(found: Estimate) -> float:
 
 def describe(found: Estimate) -> Iterator[str]:
     """Yields all that is known of an estimate, as lines and tables."""
-    config, run, memory = found.config, found.run, found.memory
+    config = found.config
+    run = found.run
+    memory = found.memory
     yield f"{config.model.name}: {num_params(run.model):,} parameters"
     yield (
         f"{config.num_devices:,} x {found.device.name} in nodes of "
@@ -588,7 +600,8 @@ def main(config: EstimateConfig) -> None:
 
 def _describe_rate(config: EstimateConfig) -> Iterator[str]:
     """Yields the range of days at the rate of a device."""
-    found, count = days_by_rate(config), config.parameters
+    found = days_by_rate(config)
+    count = config.parameters
     if count is not None:
         model = f"{count:,} parameters"
     else:

@@ -207,7 +207,8 @@ def evaluate_held_out(
         dist_backend=cfg.parallel.dist_backend,
         use_torch_compile=False,
     )
-    device, dims = pick_device(world), plan_dims(parallel, "", world)
+    device = pick_device(world)
+    dims = plan_dims(parallel, "", world)
     init_distributed(parallel, cfg.training, world, device)
     # A run that trains meanwhile may save between the choices of two ranks: take rank 0's.
     checkpoint = run_on_rank0(lambda: subject.checkpoint)
@@ -332,16 +333,15 @@ def _exported(subject: _Subject, dtype: str) -> Iterator[Path]:
 def score_questions(config: EvaluateConfig) -> tuple[Values, str]:
     """Returns how often the right choice is the most likely one: by the log-probability of its tokens
     (acc), and by that per character (acc_norm), as lm-evaluation-harness defines them."""
-    path, loaded = (
-        Path(config.questions).expanduser(),
-        load_with_tokenizer(config.path, config.step),
-    )
+    path = Path(config.questions).expanduser()
+    loaded = load_with_tokenizer(config.path, config.step)
     right = dict.fromkeys(("acc", "acc_norm"), 0)
     lines = read_lines(path, "--questions")
     for number, line in enumerate(lines, 1):
         try:
             question = json.loads(line)
-            prompt, choices = question["prompt"], question["choices"]
+            prompt = question["prompt"]
+            choices = question["choices"]
             lengths = [len(choice.removeprefix(" ")) for choice in choices]
             correct = range(len(choices))[question["answer"]]
             if min(lengths) == 0 or len(choices) < 2 or not isinstance(prompt, str):

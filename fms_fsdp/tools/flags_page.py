@@ -18,7 +18,8 @@ from fms_fsdp.errors import printing
 
 def markdown(config_type: type[Any]) -> str:
     """Returns docs/reference/flags.md: a table for each section, and one for its advanced flags."""
-    lines, types = [_PREFACE], typing.get_type_hints(config_type)
+    lines = [_PREFACE]
+    types = typing.get_type_hints(config_type)
     texts = help_texts(config_type)
     for section, rows in rows_by_section(config_type):
         lines.append(f"\n## {section}\n\n{inspect.cleandoc(types[section].__doc__)}\n")

@@ -70,7 +70,8 @@ def print_step(config: StepConfig) -> None:
         raise UserError("--run and --step are required; set --run=runs/NAME --step=N")
     start_s = time.perf_counter()
     with open_run_data(config.run, config.data_path) as data:
-        stream, step = data.stream, config.step
+        stream = data.stream
+        step = config.step
         addresses = stream.order.addresses(step)
         first, stop = _parse_rows(config.rows, len(addresses))
         batch = stream.batch(step, 0, 1)
@@ -89,7 +90,8 @@ def print_step(config: StepConfig) -> None:
             record |= describe_sequence(stream, addresses[row], batch, row)
             if decode is not None:
                 for segment in record["pieces"]:
-                    at, length = segment["at"], segment["stop"] - segment["start"]
+                    at = segment["at"]
+                    length = segment["stop"] - segment["start"]
                     ids = batch.tokens_BS[row, at : at + min(length, EXCERPT)]
                     segment["text"] = decode(ids.tolist())
             if config.json:
@@ -108,7 +110,8 @@ def open_run_data(folder: str, data_path: str = "") -> Iterator[RunData]:
         UserError: there is no such run, or its data has changed or is missing.
     """
     run = _read_run(folder)
-    cfg, section = run.located, _data_section(run, data_path)
+    cfg = run.located
+    section = _data_section(run, data_path)
     # --resume is about one launch, and the run directory may have moved since.
     root = cfg.checkpoint.ckpt_save_path or f"{folder}/checkpoints"
     flags = replace(cfg.checkpoint, resume="auto", ckpt_save_path=root)
@@ -182,10 +185,13 @@ def describe_sequence(
         if stream.section.on_missing != "mask":
             raise
         return record | {"masked": str(error), "pieces": []}
-    reader, at, segments = stream.reader(address.source), 0, list[dict[str, Any]]()
+    reader = stream.reader(address.source)
+    at = 0
+    segments = list[dict[str, Any]]()
     has_masks = any(reader.shard(number).has_masks for number in {shard for shard, *_ in found})
     for shard, document, start, stop in found:
-        path, end = reader.source.paths[shard], at + stop - start
+        path = reader.source.paths[shard]
+        end = at + stop - start
         segment = {"file": path, "document": document, "start": start, "stop": stop, "at": at}
         if has_masks:
             segment["num_labels"] = int((batch.labels_BS[row, at:end] != IGNORED_LABEL).sum())
@@ -278,7 +284,8 @@ def verify(config: VerifyConfig) -> None:
             problems = job.result()
             for problem in problems:
                 print(problem, flush=True)
-            num_corrupt, num_problems = num_corrupt + bool(problems), num_problems + len(problems)
+            num_corrupt = num_corrupt + bool(problems)
+            num_problems = num_problems + len(problems)
             if (now := time.monotonic()) - last_shown >= PROGRESS_INTERVAL_S:
                 last_shown = now
                 progress = f"read {done} of {num_shards} shards, {num_corrupt} with problems"
@@ -303,7 +310,8 @@ def verify(config: VerifyConfig) -> None:
 
 def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int | None) -> list[str]:
     """Reads a shard to its last token and returns its problems, one line each."""
-    path, problems = source.paths[number], list[str]()
+    path = source.paths[number]
+    problems = list[str]()
     try:
         shard = corpus.storage.open_shard(path, source.delimiter)
         try:
@@ -313,7 +321,8 @@ def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int |
         limits = [] if vocab_size is None else [vocab_size]
         if largest := shard.metadata.get("max_token_id"):
             limits.append(int(largest) + 1)
-        limit, width = min(limits, default=None), shard.width
+        limit = min(limits, default=None)
+        width = shard.width
         starts, addresses = shard.documents
         stops = addresses + (np.diff(starts) - source.delimiter) * width
         ends = stops[stops > addresses]  # of documents that have tokens
@@ -346,7 +355,8 @@ def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int |
 def _read_tokens(shard: Shard, starts: I64, stops: I64) -> Iterator[tuple[int, Any]]:
     """Yields (byte position, tokens) slices of documents at bytes [starts, stops)."""
     gaps = np.flatnonzero(starts[1:] != stops[:-1])  # documents without a gap are read together
-    begins, ends = np.append(starts[:1], starts[gaps + 1]), np.append(stops[gaps], stops[-1:])
+    begins = np.append(starts[:1], starts[gaps + 1])
+    ends = np.append(stops[gaps], stops[-1:])
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
         while begin < end:
             size = min(SLICE_TOKENS * shard.width, end - begin)

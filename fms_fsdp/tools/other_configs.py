@@ -20,7 +20,9 @@ from typing import Any
 from fms_fsdp.config.values import shown
 from fms_fsdp.errors import MissingInput, UserError
 
-_MAX_BYTES, _MAX_KEYS, _MAX_DEPTH = 2**20, 5000, 20
+_MAX_BYTES = 2**20
+_MAX_KEYS = 5000
+_MAX_DEPTH = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,8 @@ def _read_yaml(text: str) -> Iterator[Key]:
         if prefix.count(".") > _MAX_DEPTH:
             raise ValueError("mappings are nested too deeply")
         for name, inner in node.value:
-            key, line = f"{prefix}{name.value}", str(name.start_mark.line + 1)
+            key = f"{prefix}{name.value}"
+            line = str(name.start_mark.line + 1)
             if inner.tag.startswith("!"):
                 yield Key(key, None, line, f"the tag {inner.tag} is not followed")
             elif name.tag.endswith(":merge"):
@@ -172,7 +175,8 @@ _OUTSIDE_QUOTES = re.compile(
     rf"(?P<kept>{_QUOTED})|(?P<dropped>{_REDIRECTION})|(?P<end>[;)])", re.DOTALL
 )
 _UNKNOWN = "$..."  # a part of a value that only the shell knows
-_OPENING, _CLOSING = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
+_OPENING = ("if", "for", "while", "until", "case")
+_CLOSING = ("fi", "done", "esac")
 _ARRAY = r"(\w+)(\+?)=\(([^()]*)\)"  # A=(--b c), A+=(--b c)
 _ENDS = ("|", "||", "&", "&&", ";", ")")  # of a command
 
@@ -180,7 +184,9 @@ _ENDS = ("|", "||", "&", "&&", ";", ")")  # of a command
 def _statements(text: str) -> Iterator[str]:
     """Yields the statements of a shell script without comments and here-documents; a backslash, an
     open quote or an open bracket continues a line."""
-    held, is_quoted, end = "", False, ""
+    held = ""
+    is_quoted = False
+    end = ""
     for line in text.splitlines():
         if end or (line.lstrip().startswith("#") and not is_quoted):
             end = end * (line.strip() != end)

@@ -246,7 +246,8 @@ def _set_devices(found: Translation) -> None:
 
 
 def _combine_model(found: Translation) -> None:
-    get, put = found.get, found.set
+    get = found.get
+    put = found.set
     if get("_half"):
         named = found.flags["precision"][1]  # keys that name it
         put("precision", get("precision" if named else "_half"), "precision", "_half")
@@ -271,7 +272,8 @@ def _combine_model(found: Translation) -> None:
 
 def _combine_batch(found: Translation) -> None:
     """A pipeline here divides the batch of a rank; elsewhere a rank's steps are its micro-batches."""
-    get, put = found.get, found.set
+    get = found.get
+    put = found.set
     if number(get("pp_size", 1)) <= 1 or "pp_micro_batch_size" in found.flags:
         return
     put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
@@ -342,11 +344,14 @@ def _combine_data(found: Translation) -> None:
         found.set("weights", weights, *sources)
 
     if kind == "_dataset":
-        command, files = "prepare", [f"FOLDER_OF_{path}" for path in paths]
+        command = "prepare"
+        files = [f"FOLDER_OF_{path}" for path in paths]
     elif kind == "_prefixes":
-        command, files = "convert", [f"{path}.idx" for path in paths]
+        command = "convert"
+        files = [f"{path}.idx" for path in paths]
     else:
-        command, files = "convert", paths
+        command = "convert"
+        files = paths
     inputs = ",".join(f"{name}={file}" for name, file in zip(names, files, strict=True))
     options = f"--input={shlex.quote(inputs)} --output=data"
     split = re.sub(r"[\[\] ]", "", str(found.get("_split") or ""))
@@ -364,11 +369,13 @@ def _read_sources(found: Translation, kind: str) -> tuple[list[str], list[Any]]:
     given = found.get(kind)
     items = [str(each) for each in (given if isinstance(given, list) else str(given).split(","))]
     if len(items) > 1 and parse_number(items[0]) is not None:  # 0.3 a 0.7 b
-        weights, paths = items[::2], items[1::2]
+        weights = items[::2]
+        paths = items[1::2]
         source = kind
     else:
         own = found.get("_data_weights") or []
-        weights, paths = own if isinstance(own, list) else [own], items
+        weights = own if isinstance(own, list) else [own]
+        paths = items
         source = "_data_weights"
     try:
         return paths, [number(weight) for weight in weights]

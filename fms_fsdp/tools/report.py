@@ -67,15 +67,15 @@ def load_run(folder: Path) -> Record:
     reports, validations, events = read_metrics(folder / "metrics.jsonl")
     if not reports:
         raise UserError(f"{folder} has no report in metrics.jsonl yet; wait for its first one")
-    config, status = (
-        read_json(folder / "config.json") or {},
-        read_json(folder / "status.json") or {},
-    )
-    resolved, sections = config.get("resolved", {}), located_sections(config)
+    config = read_json(folder / "config.json") or {}
+    status = read_json(folder / "status.json") or {}
+    resolved = config.get("resolved", {})
+    sections = located_sections(config)
     settings = {name: value for section in sections.values() for name, value in section.items()}
     defaults = {name: row.default for name, row in flag_table(TrainConfig).items()}
     samples = folder / "samples.txt"
-    restarts, hours = [], [0.0]
+    restarts = []
+    hours = [0.0]
     for before, report in zip(reports, reports[1:], strict=False):
         is_restart = report.get("attempt") != before.get("attempt")
         if is_restart:
@@ -126,7 +126,9 @@ def read_metrics(path: Path) -> tuple[list[Record], list[Record], list[Record]]:
         raise UserError(
             f"{path.parent} is not a run directory (it has no {path.name}); name a folder below runs/"
         )
-    reports, validations, events = list[Record](), list[Record](), list[Record]()
+    reports = list[Record]()
+    validations = list[Record]()
+    events = list[Record]()
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):

@@ -93,8 +93,11 @@ class Program:
         tables = other_programs()["programs"]
         own = tables[name]
         chain = [*(tables[base] for base in own.get("bases", ())), own]
-        self.name, self.title, self.formats = name, own["title"], own["formats"]
-        self.flags, self.values = dict[str, list[str]](), dict[str, dict[str, Any]]()
+        self.name = name
+        self.title = own["title"]
+        self.formats = own["formats"]
+        self.flags = dict[str, list[str]]()
+        self.values = dict[str, dict[str, Any]]()
         self.absent, self.notes = dict[str, Any](), own.get("notes", [])
         self.includes = own.get("includes", "").split()
         self.rules = own.get("rules", "").split()
@@ -158,7 +161,9 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
 
 def _assign(found: Translation, program: Program, key: Key) -> str:
     """Adds the flags of a key; returns its status."""
-    name, listed, flags = key.name, program.list_of(key.name), dict[str, Any]()
+    name = key.name
+    listed = program.list_of(key.name)
+    flags = dict[str, Any]()
     if key.undecided or (name in program.includes and isinstance(key.value, str)):
         has_flag = name in program.flags or name in program.values or name in program.rules
         return "no effect" if listed == "no effect" and not has_flag else "undecided"
@@ -255,7 +260,8 @@ def check_run(
     Raises:
         UserError: the run would be rejected.
     """
-    length, training = config.data.seq_length, config.training
+    length = config.data.seq_length
+    training = config.training
     model = resolve_model(config.model, seq_length=length)
     is_known = config.model.vocab_size or config.model.hf_config or not config.model.num_layers
     known = "" if is_known else f", with {model.vocab_size:,} tokens; the data decides"
@@ -353,7 +359,8 @@ def main(config: TranslateConfig) -> None:
     devices = config.num_devices or found.get("_num_devices")
     if config.num_devices and "num_devices" in found.missing:
         found.missing.remove("num_devices")
-    lines, is_valid = list(toml_lines(found)), True
+    lines = list(toml_lines(found))
+    is_valid = True
     checks = list[str]()
     try:
         checks.extend(check_run(_parse(found), devices, found.missing))
