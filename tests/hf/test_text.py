@@ -15,7 +15,7 @@ from fms_fsdp.data.tokenizer import shards_bos_id
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.chat import parse_chat_settings, read_chat_settings
 from fms_fsdp.hf.tokenizer import export_tokenizer, hf_text_rules
-from fms_fsdp.tokenizers.tokenizer import TextRules, load_tokenizer
+from fms_fsdp.tokenizers.tokenizer import ByteTokenizer, TextRules, load_tokenizer
 from tests.hf_folders import BEGIN, END, change_json, template, write_folder, write_tokenizer_json
 
 CHAT = (
@@ -54,6 +54,15 @@ def test_added_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> No
     assert hf_text_rules(tmp_path, tokenizer) == rules
     ours = [[*rules.before, *row.tolist(), *rules.after] for row in tokenizer.encode(TEXTS)]
     assert ids_of_transformers(tmp_path) == ours
+
+
+def test_added_tokens_of_other_tokenizers_follow_the_settings(tmp_path: Path) -> None:
+    settings = {"add_bos_token": True, "bos_token": "<|begin_of_text|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert hf_text_rules(tmp_path, ByteTokenizer()) == TextRules((256,), ())
+    settings |= {"add_bos_token": False, "add_eos_token": True, "eos_token": "<|end_of_text|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert hf_text_rules(tmp_path, ByteTokenizer()) == TextRules((), (257,))
 
 
 @pytest.mark.parametrize(("name", "bos"), [*((name, 256) for name in ADDED), ("both", None)])

@@ -122,6 +122,11 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
     write_datatrove(tmp_path / "odd.ds", documents, "<u2")
     for name in ("cut.bin", "odd.ds"):
         os.truncate(tmp_path / name, (tmp_path / name).stat().st_size - 2)
+    write_megatron(tmp_path / "floats", documents, 6, "<f4")
+    write_megatron(tmp_path / "later", documents, 8, "<u2")
+    with open(tmp_path / "later.idx", "r+b") as index:
+        index.seek(9)
+        index.write(b"\x02")  # its version
     (tmp_path / "other.idx").write_bytes(b"TNTIDX\x00\x00" * 9)
     (tmp_path / "other.bin").write_bytes(b"")
     (tmp_path / "alone.ds").write_bytes(b"\x01\x00")
@@ -141,6 +146,8 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
     for name, words in [
         ("cut.idx", "points beyond the end of"),
         ("odd.ds", "expected 2 or 4 each"),
+        ("floats.idx", "version 1, type 6; it must be"),
+        ("later.idx", "version 2, type 8; it must be"),
         ("other.idx", "not a Megatron index"),
         ("alone.ds", "No such file"),
         ("text.parquet", "has no column tokens or input_ids, only text"),
