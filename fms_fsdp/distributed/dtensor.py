@@ -60,11 +60,6 @@ def is_partial(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements)
 
 
-def num_axes(tensor: torch.Tensor) -> int:
-    """Returns the number of mesh axes of a DTensor: FSDP adds its own to the tp axis."""
-    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0
-
-
 def shard_slices(tensor: torch.Tensor) -> Slices:
     """Returns the slices of the full tensor that this rank's shard holds."""
     index = 0

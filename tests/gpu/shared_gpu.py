@@ -191,15 +191,15 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
             expected = case.sizes.get(axis, 1)
             assert mesh.size(axis) == expected, f"axis {axis}: {mesh.size(axis)}, not {expected}"
 
-        recipe = step_settings(launch, mesh)
+        settings = step_settings(launch, mesh)
         timer = PhaseTimer(device)
         losses = list[float]()
         norms = list[float]()
         for _ in range(run.num_steps):
-            batch = next_batch(recipe, state)
+            batch = next_batch(settings, state)
             if cfg.data.document_mask:
                 batch = cut_into_documents(batch)
-            result = train_step(recipe, state, batch, timer)
+            result = train_step(settings, state, batch, timer)
             num_sequences, length = batch.tokens_BS.shape
             state.count(num_sequences * mesh.size("dp"), num_sequences * mesh.size("dp") * length)
             interval = IntervalMetrics(mesh, device, ())
