@@ -41,9 +41,13 @@ class Device:
 
     @property
     def clock(self) -> float:
-        """The fraction of the stated clock that less power leaves. Power grows with its third power,
-        because the voltage rises with the clock."""
-        return min(1.0, self.watts / self.full_watts) ** (1 / 3) if self.full_watts else 1.0
+        """The fraction of the stated clock that less power leaves.
+
+        Power grows with the clock's third power, because the voltage rises with the clock.
+        """
+        if not self.full_watts:
+            return 1.0
+        return min(1.0, self.watts / self.full_watts) ** (1 / 3)
 
     def peak(self, dtype: str) -> float:
         """Returns the FLOP/s of dense matmuls.
@@ -82,15 +86,17 @@ def _device(name: str, table: Any, path: Path) -> Device:
     where = f"--hardware={path}, device {name}:"
     known = {each.name: each for each in fields(Device)[1:]}
     required = {key for key, each in known.items() if each.default is MISSING}
-    if not isinstance(table, dict) or not required <= table.keys() <= known.keys():
-        keys = set(table) if isinstance(table, dict) else set[str]()
-        wrong = sorted(keys ^ known.keys() - (known.keys() - required - keys))
+    keys = set(table) if isinstance(table, dict) else set[str]()
+    wrong = sorted((required - keys) | (keys - known.keys()))
+    if wrong:
         raise UserError(
             f"{where} {', '.join(wrong)} is missing or unknown; the fields are {', '.join(known)}"
         )
     peaks = table["tflops"] if isinstance(table["tflops"], dict) else {}
-    texts = {"source", "generation", "tflops"}
-    numbers = {key: value for key, value in table.items() if key not in texts} | peaks
+    numbers = dict(peaks)
+    for key, value in table.items():
+        if key not in ("source", "generation", "tflops"):
+            numbers[key] = value
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
             raise UserError(f"{where} {key}={value} must be a number above 0; fix the file")
@@ -98,10 +104,10 @@ def _device(name: str, table: Any, path: Path) -> Device:
         raise UserError(
             f"{where} tflops={table['tflops']} must have a peak for bf16; write e.g. {{ bf16 = 989 }}"
         )
-    if (generation := table.get("generation", "hopper")) not in GENERATIONS:
-        raise UserError(
-            f"{where} generation={generation} {must_be_one_of(GENERATIONS, str(generation), cutoff=0.5)}"
-        )
+    generation = table.get("generation", "hopper")
+    if generation not in GENERATIONS:
+        choices = must_be_one_of(GENERATIONS, str(generation), cutoff=0.5)
+        raise UserError(f"{where} generation={generation} {choices}")
     return Device(name, **table)
 
 
@@ -111,7 +117,9 @@ def find_device(name: str, path: str = "") -> Device:
     Raises:
         UserError: there is no such device, or the file has another form.
     """
-    devices = _read(_SHIPPED) | (_read(Path(path)) if path else {})
+    devices = dict(_read(_SHIPPED))
+    if path:
+        devices |= _read(Path(path))
     if name not in devices:
         raise UserError(
             f"--device={name} {must_be_one_of(list(devices), name, cutoff=0.4)}; or describe it in "
@@ -121,14 +129,17 @@ def find_device(name: str, path: str = "") -> Device:
 
 
 def known_device(gpu: str, memory_bytes: int) -> Device | None:
-    """Returns the shipped device that the driver calls `gpu`, with the nearest memory; None if there
-    is none."""
+    """Returns the shipped device that the driver calls `gpu`, with the nearest memory, or None.
+
+    Example: "NVIDIA H100 80GB HBM3" is h100_80gb, "NVIDIA H100 PCIe" is h100_pcie.
+    """
     words = gpu.lower().replace("-", " ").split()
-    found = [
-        device
-        for device in _read(_SHIPPED).values()
-        if device.name.split("_")[0] in words and ("pcie" in words) == ("pcie" in device.name)
-    ]
+    found = []
+    for device in _read(_SHIPPED).values():
+        chip = device.name.split("_")[0]
+        is_same_form = ("pcie" in words) == ("pcie" in device.name)
+        if chip in words and is_same_form:
+            found.append(device)
     return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
 
 
@@ -137,6 +148,7 @@ def peak_bf16_flops(gpu: str) -> float | None:
     peaks: dict[str, float] = _read_toml(_SHIPPED)[_PEAKS]
     names = [name for name in peaks if name in gpu]
     if names:
-        return 1e12 * peaks[max(names, key=len)]
+        longest = max(names, key=len)  # "A100 PCIe" contains "A100"
+        return 1e12 * peaks[longest]
     device = known_device(gpu, 0)  # devices with one name differ in memory alone
     return None if device is None else device.peak("bf16")

@@ -115,18 +115,23 @@ def held_by(setup: ModelSetup, stage: int) -> Held:
     num_stages = dims.pp * dims.virtual_stages
     stages = stages_of_rank(stage, dims.pp, dims.virtual_stages, section.pp_schedule)
     # `config.max_seq_len`, as parallelize divides the layers before it knows a batch.
-    layers = [
-        layer
-        for stage in stages
-        for layer in layers_of_stages(config, config.max_seq_len, num_stages)[stage]
-    ]
-    is_cheap = section.recomputes == "cheap"
-    fraction = Fraction(int(setup.compiled)) if is_cheap else section.recomputed_share
-    chosen = [False] * config.num_layers
+    stage_layers = layers_of_stages(config, config.max_seq_len, num_stages)
+    layers = [layer for stage in stages for layer in stage_layers[stage]]
+
+    fraction = section.recomputed_share
+    if section.recomputes == "cheap":
+        fraction = Fraction(int(setup.compiled))  # the compiler does it, in every block
+    num_recomputed = 0
     if fraction:
-        chosen = select_blocks(config.num_layers, fraction, section.segment)
-    again = sum(chosen[layer] for layer in layers)
-    return Held(0 in stages, len(layers) - again, again, num_stages - 1 in stages, tuple(stages))
+        is_recomputed = select_blocks(config.num_layers, fraction, section.segment)
+        num_recomputed = sum(is_recomputed[layer] for layer in layers)
+    return Held(
+        embed=0 in stages,
+        plain=len(layers) - num_recomputed,
+        recomputed=num_recomputed,
+        head=num_stages - 1 in stages,
+        stages=tuple(stages),
+    )
 
 
 @dataclass(frozen=True)
@@ -206,27 +211,34 @@ def _minimum(step: Step, stage: int) -> Memory:
     params = held_by(setup, stage).params(setup)
     shards = dims.size("shard")
     compute = NUM_BYTES[precision.compute]
-    weights = (NUM_BYTES[precision.weights] + 2 * precision.rounded_copy) * params // shards
+
+    bytes_per_weight = NUM_BYTES[precision.weights]
+    if precision.rounded_copy:
+        bytes_per_weight += 2
+    weights = bytes_per_weight * params // shards
+    optimizer = int(step.optimizer_bytes * params) // shards
     gradients = NUM_BYTES[precision.gradients] * params // shards
     if (accum > 1 or dims.pp > 1) and not dims.sync_each_micro_step:
-        gradients = max(gradients, NUM_BYTES[precision.reduce] * params)
-    if dims.strategy == "none":  # modules cast one weight at a time
-        gathered = compute * sizes["embed"] if precision.compute != precision.weights else 0
+        gradients = max(gradients, NUM_BYTES[precision.reduce] * params)  # unsharded ones
+
+    if dims.strategy == "none":
+        gathered = 0
+        if precision.compute != precision.weights:
+            gathered = compute * sizes["embed"]  # modules cast one weight at a time
     elif dims.keeps_weights:
         gathered = compute * params
     else:
         tied = sizes["embed"] if config.tie_embeddings else 0  # the root stays gathered
-        block = sizes["block"] * min(setup.section.blocks_per_group, config.num_layers)
-        gathered = compute * (tied + max(block, sizes["embed"] - tied, sizes["head"]))
-    # Four int64 columns of the data, and the table of positions.
-    own = step.micro_batch * setup.seq_length // dims.cp
-    own //= dims.tp if dims.sequence_parallel else 1
-    sequences = (
-        32 * accum * step.rows * setup.seq_length + 8 * config.rotary_dim * config.max_seq_len
-    )
-    sequences += compute * config.hidden_size * own
-    optimizer = int(step.optimizer_bytes * params) // shards
-    return Memory(weights, gradients, optimizer, gathered, sequences)
+        group = sizes["block"] * min(setup.section.blocks_per_group, config.num_layers)
+        gathered = compute * (tied + max(group, sizes["embed"] - tied, sizes["head"]))
+
+    columns = 32 * accum * step.rows * setup.seq_length  # four of int64 for each token
+    rope = 8 * config.rotary_dim * config.max_seq_len
+    tokens = step.micro_batch * setup.seq_length // dims.cp
+    if dims.sequence_parallel:
+        tokens //= dims.tp
+    block_input = compute * config.hidden_size * tokens
+    return Memory(weights, gradients, optimizer, gathered, sequences=columns + rope + block_input)
 
 
 def _expected(step: Step, stage: int) -> Memory:
@@ -234,66 +246,82 @@ def _expected(step: Step, stage: int) -> Memory:
     micro = step.micro_batch
     config = setup.config
     dims = setup.dims
-    precision = setup.precision
     section = setup.section
-    least = _minimum(step, stage)
+    minimum = _minimum(step, stage)
     held = held_by(setup, stage)
     sizes = units(setup)
-    compute = NUM_BYTES[precision.compute]
-    reduce = NUM_BYTES[precision.reduce]
+    compute = NUM_BYTES[setup.precision.compute]
+    reduce = NUM_BYTES[setup.precision.reduce]
+
+    # Blocks: what all keep, and the most that one adds in its backward pass. A segment keeps its
+    # input alone, and its backward pass recomputes all of its blocks.
     segment = min(section.segment, max(1, held.recomputed))
     block = cost(setup, "block", micro)
-    again = cost(setup, "recomputed", micro) if held.recomputed else block
-    kept = held.plain * block.kept + -(-held.recomputed // segment) * again.kept
+    recomputed = cost(setup, "recomputed", micro) if held.recomputed else block
+    num_segments = -(-held.recomputed // segment)
+    kept = held.plain * block.kept + num_segments * recomputed.kept
     kept *= _in_flight(setup, step.rows // micro)
-    working = max(block.peak - block.kept if held.plain else 0, again.peak - again.kept)
-    working += (segment - 1) * block.kept  # the backward pass of a segment recomputes all of it
+    working = max(0, recomputed.peak - recomputed.kept)
+    if held.plain:
+        working = max(working, block.peak - block.kept)
+    working += (segment - 1) * block.kept
     at_loss = cost(setup, "head", micro).peak if held.head else 0
     at_end = cost(setup, "embed", micro).peak if held.embed else 0
+
+    gathered = minimum.gathered
     if dims.strategy == "none":
         if step.accum == 1 and not config.tie_embeddings:
             at_end = 0  # its gradient is one of the gradients
-        gathered = least.gathered
-    else:  # the block in use and the next one, the head, and the input of a reduction
-        num_params = held.params(setup)
+    else:
         group = sizes["block"] * min(section.blocks_per_group, config.num_layers)
-        gathered = compute * (num_params if dims.keeps_weights else 2 * group)
-        if not dims.keeps_weights:
+        if dims.keeps_weights:
+            gathered = compute * held.params(setup)
+        else:
+            gathered = compute * 2 * group  # the group in use, and the next one
+            if config.tie_embeddings:
+                gathered += compute * sizes["embed"]
             at_loss += compute * held.head * sizes["head"]
-            gathered += compute * sizes["embed"] * config.tie_embeddings
-        working += reduce * max(group, held.head * sizes["head"])
+        working += reduce * max(group, held.head * sizes["head"])  # the input of a reduction
         at_end += reduce * sizes["embed"]
-    if config.pos_emb in ("alibi", "relative"):  # a mask for each window, which all layers share
-        masks = len(set(config.windows))
-        if config.pos_emb == "relative":  # its gradient, and what a layer adds to it
-            masks = 2 * masks + micro
-        kept += masks * compute * config.num_attention_heads // dims.tp * setup.seq_length**2
-    # Gradients of this step exist from the second micro-step on, and grow in the backward pass. Those of
-    # FSDP are in memory of another stream of the GPU, which activations cannot use before either.
-    gradients = least.gradients
-    is_early = step.accum > 1 or dims.pp > 1
-    is_early |= dims.strategy != "none" and setup.device_type == "cuda" and not section.cpu_offload
-    early = gradients if is_early else 0
-    full = max(early + kept + at_loss, early + kept + working, gradients + at_end)
-    activations = int(min(kept, full - gradients))
-    share = _ALLOCATOR[setup.device_type]
+
+    if config.pos_emb in ("alibi", "relative"):
+        num_masks = len(set(config.windows))  # one for each window, which all layers share
+        if config.pos_emb == "relative":
+            num_masks = 2 * num_masks + micro  # its gradient, and what a layer adds to it
+        heads = config.num_attention_heads // dims.tp
+        kept += num_masks * compute * heads * setup.seq_length**2
+
+    # Gradients of this step exist from the second gradient-accumulation step on, and grow in the
+    # backward pass. Those of FSDP are in memory of another stream of the GPU, which activations
+    # cannot use before either.
+    gradients = minimum.gradients
+    early = 0
+    if step.accum > 1 or dims.pp > 1:
+        early = gradients
+    elif dims.strategy != "none" and setup.device_type == "cuda" and not section.cpu_offload:
+        early = gradients
+
+    fullest = max(early + kept + at_loss, early + kept + working, gradients + at_end)
+    activations = int(min(kept, fullest - gradients))
+    fraction = _ALLOCATOR[setup.device_type]
     if setup.device_type == "cpu" and section.recomputes == "ops" and not setup.compiled:
-        share += _GAPS
-    allocator = int(share * (full + gathered))
+        fraction += _GAPS
     return replace(
-        least,
+        minimum,
         gathered=gathered,
         activations=activations,
-        working=int(full) - gradients - activations,
-        allocator=allocator,
+        working=int(fullest) - gradients - activations,
+        allocator=int(fraction * (fullest + gathered)),
     )
 
 
 def _in_flight(setup: ModelSetup, micro_batches: int) -> float:
     """Returns the micro-batches whose activations a rank keeps, in units of all its stages."""
     dims = setup.dims
-    most = {
-        "gpipe": float(micro_batches),
-        "interleaved": dims.pp + (dims.pp - 1) / dims.virtual_stages,
-    }
-    return min(micro_batches, most.get(setup.section.pp_schedule, float(dims.pp)))
+    match setup.section.pp_schedule:
+        case "gpipe":  # all forward passes come first
+            return micro_batches
+        case "interleaved":
+            return min(micro_batches, dims.pp + (dims.pp - 1) / dims.virtual_stages)
+        case _:
+            return min(micro_batches, dims.pp)

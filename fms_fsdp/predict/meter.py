@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -47,7 +46,8 @@ from fms_fsdp.parallel.precision import DTYPES, apply_precision, cast_weights
 _ATEN = torch.ops.aten
 _ATTENTION = ("_scaled_dot_product", "flex_attention")  # prefixes of names of operations
 _NOT_FUSED = {_ATEN.native_layer_norm, _ATEN.native_layer_norm_backward, _ATEN.embedding}
-_SENT: dict[str, Callable[[int], float]] = {  # bytes that a rank of n sends per byte of the result
+# Bytes that each of n ranks sends per byte of the result, if the collective runs as a ring.
+_SENT: dict[str, Callable[[int], float]] = {
     "all_gather_into_tensor": lambda n: 1 - 1 / n,
     "reduce_scatter_tensor": lambda n: n - 1.0,
     "all_reduce": lambda n: 2 - 2 / n,
@@ -55,11 +55,11 @@ _SENT: dict[str, Callable[[int], float]] = {  # bytes that a rank of n sends per
     "all_to_all_single": lambda n: 1 - 1 / n,
 }
 _SENT["matmul_reduce"] = _SENT["all_reduce"]  # `_count_sent` knows which reduction it is
-_REDUCTIONS = {
-    True: "reduce_scatter_tensor",
-    False: "all_reduce",
-}  # by whether the sequence is sharded
-_MANY = 256 << 20  # bytes of fp32 logits
+# The reduction of `matmul_reduce`, by whether the sequence is sharded.
+_REDUCTIONS = {True: "reduce_scatter_tensor", False: "all_reduce"}
+_CHUNKED_LOGITS = (
+    256 << 20
+)  # bytes of fp32 logits from which a CPU computes the loss in many chunks
 _GROUP = "predict "  # prefix of the names of groups without processes
 
 
@@ -76,14 +76,19 @@ class ModelSetup:
     device_type: str = "cuda"
 
     def bare(self, part: str) -> ModelSetup:
-        """Returns the setup of one block without the settings that do not change this part."""
+        """Returns the setup of one block without the settings that do not change this part.
+
+        Layouts that differ elsewhere then share one measurement, because `_measured` is cached.
+        """
         dims = self.dims
         section = self.section.for_seq_length(self.seq_length)
-        names = ["cp_method", "sequence_parallel"] if dims.tp * dims.cp > 1 else []
-        own: dict[str, Any] = {name: getattr(section, name) for name in names}
-        own |= {"tp_size": dims.tp, "cp_size": dims.cp}
+        own: dict[str, Any] = {"tp_size": dims.tp, "cp_size": dims.cp}
+        if dims.tp * dims.cp > 1:
+            own["cp_method"] = section.cp_method
+            own["sequence_parallel"] = section.sequence_parallel
         if part == "recomputed":
-            own |= {"recompute": section.recomputes, "recompute_ops": section.recompute_ops}
+            own["recompute"] = section.recomputes
+            own["recompute_ops"] = section.recompute_ops
         axes = ParallelDims(
             "none" if dims.strategy == "none" else "fsdp",
             cp=dims.cp,
@@ -91,10 +96,10 @@ class ModelSetup:
             sequence_parallel=dims.sequence_parallel,
         )
         config = replace(self.config, num_layers=1)
-        if config.pos_emb == "rope":  # the parts get a table of their length
-            config = replace(config, max_seq_len=1)
+        if config.pos_emb == "rope":
+            config = replace(config, max_seq_len=1)  # `_measure` hands over a table of its length
         if part in ("block", "recomputed"):
-            config = replace(config, vocab_size=128)
+            config = replace(config, vocab_size=128)  # a block has no weights of the vocabulary
         return replace(self, config=config, dims=axes, section=ParallelConfig(**own))
 
 
@@ -120,27 +125,35 @@ class Cost:
     def plus(self, other: Cost, factor: float = 1) -> Cost:
         """Returns this cost and `factor` times the other."""
 
-        def total(a: Any, b: Any) -> Any:
-            if isinstance(a, Counter):
-                return Counter({key: a[key] + factor * b[key] for key in a | b})
-            return a + factor * b
+        def counters(a: Counter[str], b: Counter[str]) -> Counter[str]:
+            return Counter({key: a[key] + factor * b[key] for key in a | b})
 
-        return Cost(*(total(a, b) for a, b in zip(_values(self), _values(other), strict=True)))
-
-
-def _values(cost: Cost) -> tuple[Any, ...]:
-    return tuple(vars(cost).values())
+        return Cost(
+            kept=self.kept + factor * other.kept,
+            peak=self.peak + factor * other.peak,
+            flops=counters(self.flops, other.flops),
+            moved=counters(self.moved, other.moved),
+            sent=counters(self.sent, other.sent),
+            summands=self.summands + factor * other.summands,
+        )
 
 
 def _attention_flops(tensors: list[torch.Tensor], *, is_backward: bool) -> int:
     """Returns the FLOPs over all pairs of positions; torch 2.11 counts no grouped-query attention.
 
-    The backward pass computes the scores again, and four gradients.
+    Forward, each pair multiplies a query with a key, and a score with a value. Backward, it computes
+    the score again, and one gradient each for the score, the query, the key and the value.
     """
-    query, key, value = tensors[is_backward : is_backward + 3]  # the gradient comes first
-    batch, heads, length, dim = query.shape
-    dims = 3 * dim + 2 * value.shape[-1] if is_backward else dim + value.shape[-1]
-    return 2 * batch * heads * length * key.shape[-2] * dims
+    if is_backward:
+        tensors = tensors[1:]  # the first one is the gradient of the result
+    query, key, value = tensors[:3]
+    batch, heads, length, key_dim = query.shape
+    value_dim = value.shape[-1]
+    flops_per_pair = 2 * (key_dim + value_dim)
+    if is_backward:
+        flops_per_pair = 2 * (3 * key_dim + 2 * value_dim)
+    num_pairs = batch * heads * length * key.shape[-2]
+    return num_pairs * flops_per_pair
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -161,12 +174,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved = Counter[str]()
         self.sent = Counter[str]()
         # Storages are numbered, because their addresses are used again.
-        self.numbers = dict[int, int]()  # of living storages by address
-        self.sizes = list[int]()
-        self.parents = list[set[int]]()  # the storages from which each was computed
-        self.written, self.read = set[int](), set[int]()  # by matmuls and collectives; by anything
-        self.held = set[int]()
-        self.counted = set[int]()
+        self.numbers = dict[int, int]()  # numbers of living storages by address
+        self.sizes = list[int]()  # bytes, by number
+        self.parents = list[set[int]]()  # the storages from which each was computed, by number
+        self.written = set[int]()  # results of matmuls and collectives
+        self.read = set[int]()  # arguments of any operation
+        self.held = set[int]()  # storages that a compiled program must have in memory
+        self.counted = set[int]()  # storages whose bytes were added to `now`
         for tensor in known:
             self.number(tensor)
         self.num_known = len(self.sizes)
@@ -175,49 +189,64 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.is_view:
             return result
+        kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         made = _tensors(result)
-        packet = func._overloadpacket
         name = func._overloadpacket.__name__
-        is_sent = name in _SENT
-        is_matmul = packet in flop_registry
+        is_collective = name in _SENT
+        is_matmul = func._overloadpacket in flop_registry
+
         size = sum(map(_num_bytes, given)) + sum(map(_num_bytes, made))
-        if is_matmul:
-            kind = str(given[0].dtype).removeprefix("torch.")
-            kind = "attention" if name.startswith(_ATTENTION) else kind
-            if name.startswith("_scaled_dot_product"):
-                self.flops[kind] += _attention_flops(given, is_backward=name.endswith("_backward"))
-            else:
-                self.flops[kind] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-            self.moved["matmul"] += size
-        elif not is_sent:
-            self.moved["other"] += size
-        if is_sent:
+        if is_collective:
             self._count_sent(name, args, made)
+        if is_matmul:
+            self._count_flops(func, args, kwargs, given, result)
+            self.moved["matmul"] += size
+        elif not is_collective:
+            self.moved["other"] += size
+
         sources = set(map(self.number, given))
         results = set(map(self.number, made))
+        self.read |= sources
         for number in results:
             self.parents[number] |= sources - {number}
-        self.read |= sources
-        if is_matmul or is_sent:
+        if is_matmul or is_collective:
             self.written |= results
-        if is_matmul or is_sent or packet in _NOT_FUSED:
+        if is_matmul or is_collective or func._overloadpacket in _NOT_FUSED:
             self.held |= sources | results
-        # Masks of dropout are stored.
-        self.held |= {self.number(each) for each in made if each.dtype == torch.bool}
-        candidates = (sources | results) & self.held if self.fused else results
-        for number in candidates - self.counted:
+        for tensor in made:
+            if tensor.dtype == torch.bool:  # masks of dropout are stored
+                self.held.add(self.number(tensor))
+
+        in_memory = results
+        if self.fused:
+            in_memory = (sources | results) & self.held
+        for number in in_memory - self.counted:
             if number >= self.num_known:
                 self.counted.add(number)
                 self.now += self.sizes[number]
         self.peak = max(self.peak, self.now)
         return result
 
+    def _count_flops(
+        self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], result: Any
+    ) -> None:
+        packet = func._overloadpacket
+        name = packet.__name__
+        kind = "attention"
+        if not name.startswith(_ATTENTION):
+            kind = str(given[0].dtype).removeprefix("torch.")
+        if name.startswith("_scaled_dot_product"):
+            is_backward = name.endswith("_backward")
+            self.flops[kind] += _attention_flops(given, is_backward=is_backward)
+        else:
+            self.flops[kind] += flop_registry[packet](*args, **kwargs, out_val=result)
+
     def _count_sent(self, name: str, args: Any, made: list[torch.Tensor]) -> None:
-        if name == "allreduce_":  # of torch.distributed, in place: tensors and a group
+        if name == "allreduce_":  # torch.distributed, in place: (tensors, group, …)
             group = dist.ProcessGroup.unbox(args[1]).group_name
             tensors = args[0]
-        elif name == "matmul_reduce":  # of parallel/tensor.py: a matmul and the sum over ranks
+        elif name == "matmul_reduce":  # parallel/tensor.py: a matmul and the sum over ranks
             name = _REDUCTIONS[args[2]]
             group = args[3]
             tensors = made
@@ -244,7 +273,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _free(self, address: int) -> None:
         number = self.numbers.pop(address)
-        self.now -= self.sizes[number] * (number in self.counted)
+        if number in self.counted:
+            self.now -= self.sizes[number]
 
     def kept(self, stay: set[int], held: set[int], recompute: str) -> int:
         """Returns the bytes of the storages that `stay` for the backward pass.
@@ -256,15 +286,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not self.fused:
             return sum(self.sizes[number] for number in stay if number >= self.num_known)
-        written = self.written if recompute == "cheap" else held
+        can_keep = self.written if recompute == "cheap" else held
         kept = 0
         seen = set[int]()
         todo = list(stay & self.read)
         while todo:
-            if (number := todo.pop()) in seen or number < self.num_known:
+            number = todo.pop()
+            if number in seen or number < self.num_known:
                 continue
             seen.add(number)
-            if number in written or number == self.num_known:  # the input
+            is_input = number == self.num_known  # the first storage that the measured call made
+            if number in can_keep or is_input:
                 kept += self.sizes[number]
             else:
                 todo += self.parents[number]
@@ -416,15 +448,14 @@ def _units(setup: ModelSetup) -> dict[str, int]:
     with torch.device("meta"):
         model = _build(setup)
     parts = {"embed": model.embed, "block": model.blocks["0"], "head": model.head}
-    found = {
-        name: sum(local_shard(each).numel() for each in part.parameters())
-        for name, part in parts.items()
-        if part is not None
-    }
-    bias: Any = getattr(model, "distance_bias", None)  # FSDP's root holds it, as a tied embedding
-    if bias is not None:
-        found["embed"] += local_shard(bias.weight).numel()
-    return found
+    num_params = dict[str, int]()
+    for name, module in parts.items():
+        if module is not None:
+            num_params[name] = sum(local_shard(each).numel() for each in module.parameters())
+    bias: Any = getattr(model, "distance_bias", None)
+    if bias is not None:  # FSDP's root holds it, as a tied embedding
+        num_params["embed"] += local_shard(bias.weight).numel()
+    return num_params
 
 
 @cache
@@ -436,22 +467,26 @@ def cost(setup: ModelSetup, part: str, rows: int) -> Cost:
     CPU.
     """
     setup = setup.bare(part)
-    has_chunks = (
-        setup.device_type == "cpu" and 4 * setup.seq_length * setup.config.vocab_size > _MANY
-    )
-    if rows > 2 and (part in ("block", "recomputed") or (part == "head" and has_chunks)):
-        one, two = (_measured(setup, part, number) for number in (1, 2))
-        return one.plus(two.plus(one, -1), rows - 1)
-    return _measured(setup, part, rows)
+    is_linear = part in ("block", "recomputed")
+    if part == "head" and setup.device_type == "cpu":
+        logits = 4 * setup.seq_length * setup.config.vocab_size  # bytes of a sequence's, in fp32
+        is_linear = logits > _CHUNKED_LOGITS
+    if rows <= 2 or not is_linear:
+        return _measured(setup, part, rows)
+    one = _measured(setup, part, 1)
+    per_sequence = _measured(setup, part, 2).plus(one, -1)
+    return one.plus(per_sequence, rows - 1)
 
 
 @cache
 def _measured(setup: ModelSetup, part: str, rows: int) -> Cost:
-    # FakeTensorMode with a device "cuda" aborts the process if torch is built without CUDA.
-    is_cpu = setup.device_type == "cpu"
-    for name in ("tp", "cp"):  # outside of the mode, in which a mesh cannot read its ranks
+    for name in ("tp", "cp"):  # before the mode is active, in which a mesh cannot read its ranks
         _axis(name, setup.dims.size(name))
-    with FakeTensorMode() if is_cpu else nullcontext(), torch.device("cpu" if is_cpu else "meta"):
+    if setup.device_type == "cpu":
+        with FakeTensorMode(), torch.device("cpu"):
+            return _measure(setup, part, rows)
+    # FakeTensorMode with a device "cuda" aborts the process if torch is built without CUDA.
+    with torch.device("meta"):
         return _measure(setup, part, rows)
 
 
@@ -459,44 +494,47 @@ def _measure(setup: ModelSetup, part: str, rows: int) -> Cost:
     model: Any = _build(setup)
     config = setup.config
     dims = setup.dims
-    is_cpu = setup.device_type == "cpu"
-    length = setup.seq_length // dims.cp
-    own_length = length // (dims.tp if dims.sequence_parallel else 1)
-    x = torch.empty(
-        rows,
-        own_length,
-        config.hidden_size,
-        dtype=DTYPES[setup.precision.compute],
-        requires_grad=True,
-    )
-    labels = torch.empty(rows, length, dtype=torch.int64)
-    rope = torch.empty((length, *model.rope.shape[1:]))
     if part == "recomputed" and setup.section.recomputes in ("ops", "blocks"):
         apply_activation_checkpointing(model, setup.section, compiled=False)
-    tied = model.embed.weight if config.tie_embeddings else None
+
+    length = setup.seq_length // dims.cp
+    own_length = length  # of the hidden states, which sequence parallelism shards
+    if dims.sequence_parallel:
+        own_length = length // dims.tp
+    shape = (rows, own_length, config.hidden_size)
+    x = torch.empty(shape, dtype=DTYPES[setup.precision.compute], requires_grad=True)
+    labels = torch.empty(rows, length, dtype=torch.int64)
+    rope = torch.empty((length, *model.rope.shape[1:]))
     mask: Any = None  # on a GPU it is part of the kernel
-    if is_cpu or config.pos_emb in ("alibi", "relative"):
+    if setup.device_type == "cpu" or config.pos_emb in ("alibi", "relative"):
         with torch.no_grad():  # all blocks share it
             mask = model.mask(config.windows[0], None, slice(0, length), x)
         if config.pos_emb == "relative":
             mask.requires_grad_()
-    calls: dict[str, Callable[[torch.Tensor], Any]] = {
-        "embed": lambda x: model.embed(labels, slice(0, length)),
-        "head": lambda x: model.head(x, labels, tied),
-    }
-    call = calls.get(part, lambda x: model.blocks["0"](x, rope, mask, None))
+
+    def compute(x: torch.Tensor) -> Any:
+        if part == "embed":
+            return model.embed(labels, slice(0, length))
+        if part == "head":
+            tied = model.embed.weight if config.tie_embeddings else None
+            return model.head(x, labels, tied)
+        return model.blocks["0"](x, rope, mask, None)
+
     known = [x, labels, model.rope, *model.parameters(), *_tensors((rope, mask))]
     meter = Meter(known, setup.compiled, {"tp": dims.tp, "cp": dims.cp})
     with meter:
         given = [x.clone()]  # only the call holds it, like the result of the block before
         meter.moved.clear()
-        result = call(given.pop())  # type: ignore[no-untyped-call]
+        result = compute(given.pop())
         out = result if isinstance(result, torch.Tensor) else result[0]
         stay = meter.alive() - {meter.number(out)}  # the next part keeps its result
         held = meter.held.copy()
         meter.read.clear()
-        out.backward(torch.empty_like(out))
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    summands = sum(local_shard(each).numel() for each in gradients if is_partial(each))
+        out.backward(torch.empty_like(out))  # type: ignore[no-untyped-call]
+
+    summands = 0
+    for parameter in model.parameters():
+        if parameter.grad is not None and is_partial(parameter.grad):
+            summands += local_shard(parameter.grad).numel()
     kept = meter.kept(stay, held, setup.section.recomputes)
     return Cost(kept, meter.peak, meter.flops, meter.moved, meter.sent, summands)

@@ -62,23 +62,23 @@ def rank_cost(setup: ModelSetup, stage: int, rows: int) -> Cost:
     """Returns the cost of a micro-batch on the rank at this stage of the pipeline."""
     held = held_by(setup, stage)
     total = Cost()
-    counts = {
-        "embed": held.embed,
-        "block": held.plain,
-        "recomputed": held.recomputed,
-        "head": held.head,
-    }
-    for part, count in counts.items():
-        if count:
-            total = total.plus(cost(setup, part, rows), count)
+    if held.embed:
+        total = total.plus(cost(setup, "embed", rows))
+    if held.plain:
+        total = total.plus(cost(setup, "block", rows), held.plain)
+    if held.recomputed:
+        total = total.plus(cost(setup, "recomputed", rows), held.recomputed)
+    if held.head:
+        total = total.plus(cost(setup, "head", rows))
     return total
 
 
 def slowest(step: Step) -> tuple[int, Cost]:
     """Returns the stage in the pipeline that computes longest, and the cost of a micro-batch there."""
-    stages = {0, step.setup.dims.pp - 1}
-    costs = {stage: rank_cost(step.setup, stage, step.micro_batch) for stage in stages}
-    return max(costs.items(), key=lambda each: sum(each[1].flops.values()))
+    last = step.setup.dims.pp - 1
+    costs = {stage: rank_cost(step.setup, stage, step.micro_batch) for stage in {0, last}}
+    slowest_stage = max(costs, key=lambda stage: sum(costs[stage].flops.values()))
+    return slowest_stage, costs[slowest_stage]
 
 
 def step_time(
@@ -92,36 +92,45 @@ def step_time(
     of a micro-batch there by another program."""
     reached = reached or EFFICIENCY[device.generation]
     setup = step.setup
-    dims = step.setup.dims
-    count = step.num_micro_batches
+    dims = setup.dims
+    num_micro_batches = step.num_micro_batches
     stage, own = slowest(step)
     computed = computed or own
     bandwidth = 1e9 * device.memory_gb_s * reached.memory
-    times = {
-        name: count * seconds for name, seconds in _computing(setup, device, reached, computed)
-    }
+
+    times = dict[str, float]()
+    for name, seconds in _computing(setup, device, reached, computed).items():
+        times[name] = num_micro_batches * seconds
     busy = sum(times.values())
+
+    # The update reads and writes the weights and two moments, and reads the gradients twice.
     precision = setup.precision
-    num_bytes = 2 * NUM_BYTES[precision.weights] + 2 * NUM_BYTES[precision.gradients]
-    num_bytes += 4 * NUM_BYTES[precision.state]
+    bytes_per_param = 2 * NUM_BYTES[precision.weights]
+    bytes_per_param += 2 * NUM_BYTES[precision.gradients]
+    bytes_per_param += 4 * NUM_BYTES[precision.state]
     num_params = held_by(setup, stage).params(setup)
-    times["optimizer"] = num_bytes * num_params / dims.size("shard") / bandwidth
+    times["optimizer"] = bytes_per_param * num_params / dims.size("shard") / bandwidth
+
     for axis, size in sent_by(step, stage, computed).items():
         seconds = size / _link(dims, axis, device, devices_per_node) / reached.links
-        if axis not in ("tp", "cp", "pp"):
-            once = axis == "dp_replicate" or not dims.sync_each_micro_step
-            window = busy * 2 / 3 / step.accum if once else busy  # the last backward pass
-            seconds = max(reached.exposed * seconds, seconds - window)
+        if axis not in ("tp", "cp", "pp"):  # FSDP's: computation hides most of it
+            hiding = busy
+            if axis == "dp_replicate" or not dims.sync_each_micro_step:
+                # Only the last backward pass sends; backward passes are two thirds of the time.
+                hiding = busy * 2 / 3 / step.accum
+            seconds = max(reached.exposed * seconds, seconds - hiding)
         times[f"{axis} communication"] = seconds
-    # The split backward passes of zbv fill most of the bubble.
-    idle = (dims.pp - 1) / (4 if setup.section.pp_schedule == "zbv" else dims.virtual_stages)
-    times["bubble"] = step.accum * idle * busy / count
+
+    # An idle rank waits for pp - 1 micro-batches. The split backward passes of zbv fill most of it.
+    filled = 4 if setup.section.pp_schedule == "zbv" else dims.virtual_stages
+    idle = (dims.pp - 1) / filled
+    times["bubble"] = step.accum * idle * busy / num_micro_batches
     return {name: seconds for name, seconds in times.items() if seconds}
 
 
 def _computing(
     setup: ModelSetup, device: Device, reached: Efficiency, total: Cost
-) -> list[tuple[str, float]]:
+) -> dict[str, float]:
     """Returns the seconds of a micro-batch."""
     bandwidth = 1e9 * device.memory_gb_s * reached.memory
     matmuls = total.moved["matmul"] / bandwidth
@@ -130,24 +139,34 @@ def _computing(
             name = _DTYPES[dtype]
             gain = reached.float8 if name == "float8" else 1
             matmuls += flops / (device.peak(name) * device.clock * reached.matmul * gain)
+
+    # Flash attention skips pairs that the mask hides; the counted FLOPs are those of all pairs.
     rate = device.peak(setup.precision.compute) * device.clock * reached.attention
-    attention = total.flops["attention"] * _seen(setup) + total.flops["old attention"] * (
-        _seen(setup) / reached.old_attention
-    )
+    visible = _visible_pairs(setup)
+    attention = total.flops["attention"] * visible
+    attention += total.flops["old attention"] * (visible / reached.old_attention)
+    attention /= rate
+
     fused = reached.fused if setup.compiled else 1
     memory = total.moved["other"] * fused / bandwidth
-    times = {"matmuls": matmuls, "attention": attention / rate, "memory": memory}
-    return [(name, seconds / device.gain) for name, seconds in times.items()]
+    return {
+        "matmuls": matmuls / device.gain,
+        "attention": attention / device.gain,
+        "memory": memory / device.gain,
+    }
 
 
-def _seen(setup: ModelSetup) -> float:
-    """Returns the fraction of all pairs of tokens that attention computes: causal, in windows.
+def _visible_pairs(setup: ModelSetup) -> float:
+    """Returns the fraction of all pairs of tokens that causal attention in windows computes.
 
-    The counter of FLOPs takes all pairs.
+    Example: about 1/2 without windows, as a token sees half of the sequence on average.
     """
     length = setup.seq_length
-    reach = [min(window or length, length) for window in setup.config.windows]
-    return sum(width - width * width / (2 * length) for width in reach) / len(reach) / length
+    keys_per_token = 0.0  # mean over the sequence, summed over layers
+    for window in setup.config.windows:
+        width = min(window or length, length)
+        keys_per_token += width - width * width / (2 * length)  # the first tokens see fewer keys
+    return keys_per_token / len(setup.config.windows) / length
 
 
 def sent(step: Step) -> Counter[str]:
@@ -167,32 +186,42 @@ def sent_by(step: Step, stage: int, computed: Cost) -> Counter[str]:
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     setup = step.setup
-    dims = step.setup.dims
-    precision = step.setup.precision
+    dims = setup.dims
+    precision = setup.precision
     held = held_by(setup, stage)
-    shards = dims.size("shard")
-    replicas = dims.dp_replicate
     params = held.params(setup)
-    blocks = held.blocks * units(setup)["block"]
     compute = NUM_BYTES[precision.compute]
     reduce = NUM_BYTES[precision.reduce]
-    # FSDP gathers and reduces once per schedule of a pipeline, and every schedule is a micro-step.
-    times = step.accum if dims.sync_each_micro_step or dims.pp > 1 else 1
-    gathered = params if dims.keeps_weights else params + blocks  # blocks again, in backward
-    gathered *= step.accum if not dims.keeps_weights or dims.pp > 1 else 1
     total = Counter({axis: step.num_micro_batches * size for axis, size in computed.sent.items()})
-    name = "shard" if dims.cp > 1 else "dp_shard"
-    total[name] = (compute * gathered + reduce * params * times) * (shards - 1) // shards
+
+    # FSDP gathers and reduces once per schedule of a pipeline, and each gradient-accumulation step
+    # is a schedule.
     repeats = step.accum if dims.pp > 1 else 1
+    num_reductions = step.accum if dims.sync_each_micro_step else repeats
+    if dims.keeps_weights:
+        gathered = params * repeats
+    else:
+        blocks = held.blocks * units(setup)["block"]
+        gathered = (params + blocks) * step.accum  # the backward pass gathers blocks again
+    shards = dims.size("shard")
+    shard_axis = "shard" if dims.cp > 1 else "dp_shard"
+    unsharded = compute * gathered + reduce * params * num_reductions
+    total[shard_axis] = unsharded * (shards - 1) // shards
+    replicas = dims.dp_replicate
     total["dp_replicate"] = 2 * reduce * params * repeats // shards * (replicas - 1) // replicas
+
     if dims.tp > 1:
-        total["tp"] += int(compute * computed.summands * times * 2 * (dims.tp - 1) / dims.tp)
+        summands = compute * computed.summands * num_reductions
+        total["tp"] += int(summands * 2 * (dims.tp - 1) / dims.tp)
     if dims.pp > 1:
+        # Hidden states go to the next stage, and their gradients to the one before, unless the rank
+        # holds that stage too.
         last = dims.pp * dims.virtual_stages - 1
         forward = [each for each in held.stages if each < last and each + 1 not in held.stages]
         backward = [each for each in held.stages if each > 0 and each - 1 not in held.stages]
         hidden = step.accum * step.rows * setup.seq_length // dims.cp * setup.config.hidden_size
-        hidden //= dims.tp if dims.sequence_parallel else 1
+        if dims.sequence_parallel:
+            hidden //= dims.tp
         total["pp"] = compute * hidden * (len(forward) + len(backward))
     return Counter({axis: int(size) for axis, size in total.items() if size})
 
@@ -209,8 +238,11 @@ def _link(dims: ParallelDims, axis: str, device: Device, devices_per_node: int) 
     stride = 1
     for inner in AXES[AXES.index(innermost) + 1 :]:
         stride *= dims.size(inner)
-    together = min(dims.size(axis), max(1, devices_per_node // stride))
-    within, between = 1e9 * device.node_gb_s, 1e9 * device.net_gb_s * together
-    if together == dims.size(axis):
+    ranks_per_node = min(dims.size(axis), max(1, devices_per_node // stride))
+    within = 1e9 * device.node_gb_s
+    if ranks_per_node == dims.size(axis):
         return within
-    return min(within, between) if together > 1 else between
+    between = 1e9 * device.net_gb_s * ranks_per_node
+    if ranks_per_node == 1:
+        return between
+    return min(within, between)
