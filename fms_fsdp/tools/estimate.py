@@ -18,7 +18,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -126,10 +126,11 @@ class EstimateConfig(TrainConfig, EstimateFlags):
         """
         number = self.num_devices
         node = min(number, self.devices_per_node)
-        if rest := number % node:
+        if number % node:
+            below = number // node * node
             raise UserError(
                 f"--num_devices={number} must be divisible by --devices_per_node={node}; "
-                f"use {number - rest} or {number - rest + node}"
+                f"use {below} or {below + node}"
             )
         if self.device is None:
             return Machine.of_gpus(2**62, number, node)
@@ -146,33 +147,40 @@ class EstimateConfig(TrainConfig, EstimateFlags):
         return training
 
     @property
-    def row_tokens(self) -> int:
-        """The unit of a batch: sequences with a ramp, otherwise tokens."""
+    def unit_tokens(self) -> int:
+        """The tokens of the unit in which `batches` counts: a sequence with a ramp, otherwise one."""
         return self.data.seq_length if self.training.rampup_batch_size else 1
 
     @cached_property
     def batches(self) -> BatchPlan:
         """The batch of each step, as if on one rank."""
         training = self.training
-        rows = training.global_batch_size
-        if rows is None and training.micro_batch_size and training.grad_accum_steps:
+        sequences = training.global_batch_size
+        if sequences is None and training.micro_batch_size and training.grad_accum_steps:
             ranks = resolve(self, self.machine).dims.size("dp")
-            rows = training.micro_batch_size * training.grad_accum_steps * ranks
-        tokens = self.batch_tokens if rows is None else rows * self.data.seq_length
-        return BatchPlan(tokens // self.row_tokens, 1, 1, self.training.rampup, True)
+            sequences = training.micro_batch_size * training.grad_accum_steps * ranks
+        tokens = self.batch_tokens
+        if sequences is not None:
+            tokens = sequences * self.data.seq_length
+        return BatchPlan(tokens // self.unit_tokens, 1, 1, self.training.rampup, True)
 
     @property
     def num_tokens(self) -> int:
         """The tokens of the run."""
         length = self.length
         if length.num_steps is not None:
-            return self.row_tokens * self.batches.samples_in(length.num_steps)
-        return length.num_tokens or (length.num_samples or 0) * self.data.seq_length
+            return self.unit_tokens * self.batches.samples_in(length.num_steps)
+        if length.num_tokens is not None:
+            return length.num_tokens
+        assert length.num_samples is not None
+        return length.num_samples * self.data.seq_length
 
     @property
     def num_steps(self) -> int:
-        given = self.training.num_steps
-        return given or self.batches.steps_for(-(-self.num_tokens // self.row_tokens))
+        if self.training.num_steps:
+            return self.training.num_steps
+        num_units = -(-self.num_tokens // self.unit_tokens)  # rounded up
+        return self.batches.steps_for(num_units)
 
     @property
     def idle_tokens(self) -> int:
@@ -182,7 +190,7 @@ class EstimateConfig(TrainConfig, EstimateFlags):
         for phase, following in pairwise(self.batches.phases()):
             steps = min(following.step, last) - min(phase.step, last)
             idle += steps * max(0, self.num_devices - phase.batch)
-        return self.row_tokens * idle
+        return self.unit_tokens * idle
 
 
 @dataclass(frozen=True)
@@ -201,28 +209,37 @@ class Days:
 
 
 def days(config: EstimateConfig, steps: int, shortest_s: float, longest_s: float) -> Days:
-    """Returns the days of steps that take between these seconds in total. A launch that ends early
-    loses half of the time between two saves."""
+    """Returns the days of steps that take between these seconds in total.
+
+    A launch that ends early loses half of the time between two saves.
+    """
     section = config.checkpoint
-    every = config.eval.eval_interval
-    saves = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval).count(1, steps)
-    between: float = section.checkpoint_interval or steps
+    num_saves = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval).count(
+        1, steps
+    )
+    steps_per_save: float = section.checkpoint_interval or steps
     if section.checkpoint_schedule:
-        between = steps / max(1, saves)
-    lost_s = config.restart_s + min(between, steps) / 2 * longest_s / steps
+        steps_per_save = steps / max(1, num_saves)
+
+    num_evals = 0
+    if config.eval.eval_interval:
+        num_evals = steps // config.eval.eval_interval
+
+    num_restarts = config.restarts_a_week * longest_s / (7 * _DAY_S)
+    lost_s = config.restart_s + min(steps_per_save, steps) / 2 * longest_s / steps
     return Days(
-        shortest_s / _DAY_S,
-        longest_s / _DAY_S,
-        saves * config.save_s / _DAY_S,
-        (steps // every if every else 0) * config.eval_s / _DAY_S,
-        config.restarts_a_week * longest_s / (7 * _DAY_S) * lost_s / _DAY_S,
+        shortest=shortest_s / _DAY_S,
+        computing=longest_s / _DAY_S,
+        saves=num_saves * config.save_s / _DAY_S,
+        validations=num_evals * config.eval_s / _DAY_S,
+        restarts=num_restarts * lost_s / _DAY_S,
     )
 
 
 def days_by_rate(config: EstimateConfig) -> Days:
     """Returns the days at a measured rate, which includes recomputation, or at achieved TFLOP/s."""
     rate = config.tokens_per_sec_per_device
-    most = 1.0
+    slowdown = 1.0  # a measured rate includes recomputation
     if rate is None:
         assert config.tflops is not None
         if config.parameters is not None:
@@ -231,9 +248,9 @@ def days_by_rate(config: EstimateConfig) -> Days:
             length = config.data.seq_length
             flops = flops_per_token(resolve_model(config.model, seq_length=length), length)
         rate = config.tflops * 1e12 / flops
-        most = 4 / 3
+        slowdown = 4 / 3  # recomputation of all blocks is one more forward pass
     seconds = (config.num_tokens + config.idle_tokens) / (config.num_devices * rate)
-    return days(config, config.num_steps, seconds, most * seconds)
+    return days(config, config.num_steps, seconds, slowdown * seconds)
 
 
 @dataclass(frozen=True)
@@ -255,10 +272,8 @@ class Estimate:
     @cached_property
     def memory(self) -> Memory:
         """The memory of a rank on the device."""
-        parts = self.budget.need(self.run).by_device(
-            "cuda", offload=self.run.config.parallel.cpu_offload
-        )
-        return parts["cuda"]
+        offload = self.run.config.parallel.cpu_offload
+        return self.budget.need(self.run).by_device("cuda", offload=offload)["cuda"]
 
     @property
     def fits(self) -> bool:
@@ -286,36 +301,35 @@ class Estimate:
 
     @cached_property
     def days(self) -> Days:
-        """Returns the days of the run; a smaller batch of a ramp has fewer accumulation steps."""
+        """The days of the run; a smaller batch of a ramp has fewer gradient-accumulation steps."""
         batch = self.run.batch
         steps = self.run.num_steps
-
-        @cache
-        def seconds_of(rows: int) -> float:
-            micro = batch.micro_batch_at(rows // batch.dp_size)
-            step = replace(self.step, rows=micro, accum=rows // batch.dp_size // micro)
-            return sum(step_time(step, self.device, self.config.devices_per_node).values())
-
         phases = batch.phases()
         ends = [*(phase.step for phase in phases[1:]), steps]
-        seconds = sum(
-            max(0, min(end, steps) - phase.step) * seconds_of(phase.batch)
-            for phase, end in zip(phases, ends, strict=True)
-        )
+        seconds = 0.0
+        for phase, end in zip(phases, ends, strict=True):
+            num_steps = min(end, steps) - phase.step
+            if num_steps > 0:
+                seconds += num_steps * self._step_seconds(phase.batch)
         return days(self.config, steps, seconds, seconds)
+
+    def _step_seconds(self, global_batch_size: int) -> float:
+        batch = self.run.batch
+        per_rank = global_batch_size // batch.dp_size
+        micro = batch.micro_batch_at(per_rank)
+        step = replace(self.step, rows=micro, accum=per_rank // micro)
+        return sum(step_time(step, self.device, self.config.devices_per_node).values())
 
     @property
     def flags(self) -> str:
         """The flags that select the layout and the batch."""
         section = self.run.config.parallel
         batch = self.run.batch
-        found = {name: value for name, value in non_defaults(section).items() if name in _SEARCHED}
-        found |= {
-            "batch_size": batch.batch_size,
-            "grad_accum_steps": batch.grad_accum_steps,
-            "global_batch_size": batch.global_batch_size,
-        }
-        return shlex.join(f"--{name}={typed(value)}" for name, value in found.items())
+        flags = {name: value for name, value in non_defaults(section).items() if name in _SEARCHED}
+        flags["batch_size"] = batch.batch_size
+        flags["grad_accum_steps"] = batch.grad_accum_steps
+        flags["global_batch_size"] = batch.global_batch_size
+        return shlex.join(f"--{name}={typed(value)}" for name, value in flags.items())
 
 
 def with_batch(config: EstimateConfig) -> EstimateConfig:
@@ -330,19 +344,22 @@ def with_batch(config: EstimateConfig) -> EstimateConfig:
     """
     dims = resolve(config, config.machine).dims
     dp_size = dims.size("dp")
-    training = replace(config.length, global_batch_size=global_batch(config, dp_size))
+    total = global_batch(config, dp_size)
+    training = replace(config.length, global_batch_size=total)
     if not training.micro_batch_size and not training.grad_accum_steps:
-        per_rank, rest = divmod(training.global_batch_size or 0, dp_size)
         if dims.pp == 1:
             training = replace(training, batch_size="auto")
-        elif not rest:
-            training = replace(training, batch_size=per_rank, grad_accum_steps=1)
+        elif total % dp_size == 0:
+            training = replace(training, batch_size=total // dp_size, grad_accum_steps=1)
     return replace(config, training=training)
 
 
 def global_batch(config: EstimateConfig, dp_size: int) -> int:
-    """Returns the sequences of a step: of the flags, otherwise --batch_tokens rounded down to a
-    multiple of the ranks and of the flag that is set."""
+    """Returns the sequences of a step.
+
+    Without flags that say it, it is --batch_tokens, rounded down to a multiple of the ranks and of
+    the flag that is set.
+    """
     training = config.training
     if training.global_batch_size is not None:
         return training.global_batch_size
@@ -351,8 +368,8 @@ def global_batch(config: EstimateConfig, dp_size: int) -> int:
     unit = (size or 1) * (accum or 1) * dp_size
     if size and accum:
         return unit
-    most = max(1, config.batch_tokens // config.data.seq_length)
-    return max(1, most // unit) * unit
+    wanted = max(1, config.batch_tokens // config.data.seq_length)
+    return max(1, wanted // unit) * unit
 
 
 def estimate(config: EstimateConfig) -> Estimate:
@@ -373,10 +390,9 @@ def _find_device(config: EstimateConfig) -> Device:
     return device
 
 
-_SEARCHED = (
-    *("sharding_strategy", "hsdp_shard_size", "tp_size", "cp_size", "pp_size", "pp_schedule"),
-    *("async_tp", "recompute", "selective_checkpointing"),
-)
+# Flags of a layout, of which a search shows the fastest estimate.
+_LAYOUT = ("sharding_strategy", "hsdp_shard_size", "tp_size", "cp_size", "pp_size")
+_SEARCHED = (*_LAYOUT, "pp_schedule", "async_tp", "recompute", "selective_checkpointing")
 
 
 def search(config: EstimateConfig, count: int = 5) -> list[Estimate]:
@@ -392,7 +408,7 @@ def search(config: EstimateConfig, count: int = 5) -> list[Estimate]:
     best = dict[tuple[object, ...], Estimate]()
     for found in _estimates_that_fit(config):
         section = found.run.config.parallel
-        layout = tuple(getattr(section, name) for name in _SEARCHED[:5])
+        layout = tuple(getattr(section, name) for name in _LAYOUT)
         if layout not in best or found.tokens_per_s > best[layout].tokens_per_s:
             best[layout] = found
     if not best:
@@ -424,8 +440,7 @@ def _estimates_that_fit(config: EstimateConfig) -> Iterator[Estimate]:
 
 
 def _is_searched(section: ParallelConfig, given: ParallelConfig) -> bool:
-    """Returns whether a recomputation is one of those that a search tries, and keeps the flags that
-    are set."""
+    """Returns whether a search tries this recomputation, and it keeps the flags that are set."""
     for name, value in non_defaults(given).items():
         if name in _SEARCHED and value != "auto" and getattr(section, name) != value:
             return False
@@ -465,8 +480,11 @@ def _shard_groups(
     if pp == 1:
         yield from (("zero2", None), ("zero1", None), ("ddp", None))
     ranks = world.size // (num_inner * pp)
-    nodes = [world.local_size // num_inner * number for number in (1, 2, 4)]
-    for size in sorted({given.hsdp_shard_size or 0, *nodes}):
+    ranks_per_node = world.local_size // num_inner
+    sizes = {ranks_per_node, 2 * ranks_per_node, 4 * ranks_per_node}
+    if given.hsdp_shard_size:
+        sizes.add(given.hsdp_shard_size)
+    for size in sorted(sizes):
         if 1 < size < ranks and ranks % size == 0:
             yield "hsdp", size
 
@@ -528,18 +546,20 @@ def describe(found: Estimate) -> Iterator[str]:
     if run.batch.rampup:
         yield describe_ramp(run.batch)
     rows = [(name, f"{size / GIB:.2f}") for name, size in vars(memory).items() if size]
-    verdict = f"{'fits' if found.fits else 'does not fit'} in {found.device.memory_gib:g}"
-    total = f"{memory.total / GIB:.2f}"
-    yield "\n" + table(("memory per rank", "GiB"), [*rows, (f"total, {verdict}", total)]) + "\n"
-    if text := sent_summary(sent(found.step)):
-        yield text + "\n"
+    verdict = "fits" if found.fits else "does not fit"
+    total = f"total, {verdict} in {found.device.memory_gib:g}"
+    rows.append((total, f"{memory.total / GIB:.2f}"))
+    yield "\n" + table(("memory per rank", "GiB"), rows) + "\n"
+    communication = sent_summary(sent(found.step))
+    if communication:
+        yield communication + "\n"
     step_s = sum(found.seconds.values())
     parts = {**found.seconds, "total": step_s}
     times = [(name, f"{each:.3f}", f"{each / step_s:.1%}") for name, each in parts.items()]
     yield table(("time of a step", "s", "fraction"), times) + "\n"
-    everywhere = found.tokens_per_s * config.num_devices
+    in_total = found.tokens_per_s * config.num_devices
     yield (
-        f"{found.tokens_per_s:,.0f} tokens/s per device, {everywhere:,.0f} in total, "
+        f"{found.tokens_per_s:,.0f} tokens/s per device, {in_total:,.0f} in total, "
         f"MFU {found.mfu:.1%}"
     )
     yield _days_table(found.days) + "\n"
@@ -573,9 +593,8 @@ def describe_search(config: EstimateConfig, found: list[Estimate]) -> str:
         )
         for each in found
     ]
-    first = (
-        f"{where}, {found[0].run.batch.global_batch_size:,} sequences per step: the fastest layouts"
-    )
+    sequences = found[0].run.batch.global_batch_size
+    first = f"{where}, {sequences:,} sequences per step: the fastest layouts"
     return f"{first}\n{table(head, rows, text_columns=(4,))}"
 
 
@@ -595,7 +614,10 @@ def main(config: EstimateConfig) -> None:
             print(describe_search(config, layouts))
     else:
         found = estimate(config)
-        print(json.dumps(as_json(found)) if config.json else "\n".join(describe(found)))
+        if config.json:
+            print(json.dumps(as_json(found)))
+        else:
+            print("\n".join(describe(found)))
 
 
 def _describe_rate(config: EstimateConfig) -> Iterator[str]:
@@ -607,11 +629,9 @@ def _describe_rate(config: EstimateConfig) -> Iterator[str]:
     else:
         shape = resolve_model(config.model, seq_length=config.data.seq_length)
         model = f"{config.model.name} ({num_params(shape):,} parameters)"
-    rate = (
-        f"{config.tokens_per_sec_per_device:,g} tokens/s"
-        if config.tokens_per_sec_per_device
-        else f"{config.tflops:g} TFLOP/s"
-    )
+    rate = f"{config.tflops:g} TFLOP/s"
+    if config.tokens_per_sec_per_device:
+        rate = f"{config.tokens_per_sec_per_device:,g} tokens/s"
     work = f"{config.num_tokens:,} tokens, {config.num_devices} devices at {rate} each"
     yield f"{model}, {work}: {config.num_steps:,} steps"
     if count is None:
@@ -634,5 +654,6 @@ def _describe_rank(config: EstimateConfig) -> Iterator[str]:
     budget = MemoryBudget(config.machine)
     run = plan(config, config.machine)
     yield budget.need(run).summary
-    if text := sent_summary(sent(budget.step(run))):
-        yield text
+    communication = sent_summary(sent(budget.step(run)))
+    if communication:
+        yield communication
