@@ -74,7 +74,7 @@ class Teacher:
             need,
             weights=need.weights + own.weights,
             gathered=need.gathered + own.gathered,
-            working=need.working + working * bool(need.working),  # not in a minimum
+            working=need.working + working if need.working else 0,  # a minimum has none
         )
 
 
@@ -100,10 +100,15 @@ def find_teacher(cfg: TrainConfig, model: TransformerConfig, corpus: Corpus | No
             f"{_FLAG}={path} has {length} learned positions, fewer than "
             f"--seq_length={cfg.data.seq_length}; set --seq_length={length} or less"
         )
-    if builder := model.model_builder or shape.model_builder:
+    if model.model_builder:
         raise UserError(
-            f"{_FLAG} cannot be used with --model_builder={builder}, whose head it may not know; "
-            f"remove {_FLAG if model.model_builder else 'it, or choose another teacher'}"
+            f"{_FLAG} cannot be used with --model_builder={model.model_builder}, whose head it may "
+            f"not know; remove {_FLAG}"
+        )
+    if shape.model_builder:
+        raise UserError(
+            f"{_FLAG}={path} is of --model_builder={shape.model_builder}, whose head is not "
+            "supported; choose another teacher"
         )
     check_tokenizer(cfg, corpus, used, "choose a teacher of the tokenizer of the data")
     shape = replace(shape, max_seq_len=length, attn_impl=model.attn_impl)
@@ -190,9 +195,11 @@ class DistillingSoftmax:
         self.theirs_ND = self.theirs_ND[size:]
         theirs_CV = torch.mm(h_CD, self.head_VD.T, out=empty_logits(h_CD, size, len(self.head_VD)))
         # Outside of the kernel, which may overwrite the logits before it reads them at the labels.
-        ours, theirs = ((chunk, chunk.gather(1, label_C1)) for chunk in (logits_CV, theirs_CV))
+        ours = (logits_CV, logits_CV.gather(1, label_C1))
+        theirs = (theirs_CV, theirs_CV.gather(1, label_C1))
         kernel: Callable[..., tuple[torch.Tensor, ...]] = distilled_softmax_
-        kernel = compiled(kernel) if self.is_compiled else kernel
+        if self.is_compiled:
+            kernel = compiled(kernel)
         return kernel(ours, theirs, scale, self.weight, self.temperature, z_loss)
 
 
@@ -211,19 +218,25 @@ def distilled_softmax_(
     (1 - w) (p - onehot) + 2 z_loss log Z p + w T (softmax(s / T) - softmax(t / T)).
     """
 
-    def pull(ours: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
-        away = (ours / temperature - our_total_C1).exp() - (soft - their_total_C1).exp()
-        return weight * temperature * away + 2 * z_loss * logz_C1 * (ours - logz_C1).exp()
-
-    ours_CV, ours_C1 = (logits.float() for logits in ours)
-    soft_CV, soft_C1 = (logits.float() / temperature for logits in theirs)
+    ours_CV = ours[0].float()
+    ours_C1 = ours[1].float()
+    soft_CV = theirs[0].float() / temperature
+    soft_C1 = theirs[1].float() / temperature
     logz_C1 = ours_CV.logsumexp(dim=-1, keepdim=True)
     our_total_C1 = (ours_CV / temperature).logsumexp(dim=-1, keepdim=True)
     their_total_C1 = soft_CV.logsumexp(dim=-1, keepdim=True)
     gap_CV = (soft_CV - their_total_C1) - (ours_CV / temperature - our_total_C1)
     kl_C1 = temperature**2 * ((soft_CV - their_total_C1).exp() * gap_CV).sum(dim=-1, keepdim=True)
+
+    def pull(ours: torch.Tensor, soft: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of T² KL and of the z-loss."""
+        difference = (ours / temperature - our_total_C1).exp() - (soft - their_total_C1).exp()
+        return weight * temperature * difference + 2 * z_loss * logz_C1 * (ours - logz_C1).exp()
+
     logp_C1 = ours_C1 - logz_C1
     gradient_C1 = (1 - weight) * logp_C1.expm1() + pull(ours_C1, soft_C1)
     gradient_CV = (1 - weight) * (ours_CV - logz_C1).exp() + pull(ours_CV, soft_CV)
     ours[0].copy_(gradient_CV * scale)
-    return gradient_C1, -logp_C1, *([z_loss * logz_C1.square()] if z_loss else []), kl_C1
+    if not z_loss:
+        return gradient_C1, -logp_C1, kl_C1
+    return gradient_C1, -logp_C1, z_loss * logz_C1.square(), kl_C1

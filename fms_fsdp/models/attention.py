@@ -46,7 +46,8 @@ def attention(
         return out
     if backend == "auto" and mask is None and not dropout and _is_short(q_BHSK, k_BGTK):
         return _explicit_attention(q_BHSK, k_BGTK, v_BGTK)
-    with nullcontext() if backend == "auto" else sdpa_kernel(BACKENDS[backend]):
+    kernel = nullcontext() if backend == "auto" else sdpa_kernel(BACKENDS[backend])
+    with kernel:
         return F.scaled_dot_product_attention(
             q_BHSK,
             k_BGTK,
@@ -59,8 +60,10 @@ def attention(
 
 
 def _is_short(q_BHSK: torch.Tensor, k_BGTK: torch.Tensor) -> bool:
-    """Returns whether explicit matmuls are faster than the flash kernel: bf16 on a CPU, up to 128
-    tokens (torch 2.13)."""
+    """Returns whether explicit matmuls are faster than the flash kernel.
+
+    They are in bf16 on a CPU, up to 128 tokens (torch 2.13).
+    """
     num_queries = q_BHSK.shape[2]
     is_bf16_on_cpu = q_BHSK.device.type == "cpu" and q_BHSK.dtype == torch.bfloat16
     return is_bf16_on_cpu and 1 < num_queries <= 128 and num_queries == k_BGTK.shape[2]
@@ -72,7 +75,8 @@ def _explicit_attention(
     """Computes causal attention with the scores (B H S S) in fp32."""
     copies = q_BHSK.shape[1] // k_BGSK.shape[1]
     if copies > 1:
-        k_BGSK, v_BGSK = (x.repeat_interleave(copies, dim=1) for x in (k_BGSK, v_BGSK))
+        k_BGSK = k_BGSK.repeat_interleave(copies, dim=1)
+        v_BGSK = v_BGSK.repeat_interleave(copies, dim=1)
     scores_BHSS = (q_BHSK @ k_BGSK.transpose(2, 3)).float() * q_BHSK.shape[3] ** -0.5
     position_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)
     # Added, not filled in: compiled code for CPUs is then vectorized.
@@ -112,7 +116,8 @@ def visible_keys(
         return visible[None, None]
     query_ids_BS = document_ids_BS[:, queries]
     key_ids_BT = document_ids_BS[:, : queries.stop]
-    return (visible & (query_ids_BS.unsqueeze(2) == key_ids_BT.unsqueeze(1))).unsqueeze(1)
+    is_same_document_BST = query_ids_BS.unsqueeze(2) == key_ids_BT.unsqueeze(1)
+    return (visible & is_same_document_BST).unsqueeze(1)
 
 
 def distances(queries: slice, device: torch.device) -> torch.Tensor:
@@ -128,12 +133,12 @@ def block_mask(
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        near = (q >= k) & (q - k < window) if window else q >= k
-        return (
-            near
-            if document_ids_BS is None
-            else near & (document_ids_BS[b, q] == document_ids_BS[b, k])
-        )
+        is_visible = q >= k
+        if window:
+            is_visible = is_visible & (q - k < window)
+        if document_ids_BS is not None:
+            is_visible = is_visible & (document_ids_BS[b, q] == document_ids_BS[b, k])
+        return is_visible
 
     batch = None if document_ids_BS is None else document_ids_BS.shape[0]
     return compiled(create_block_mask)(visible, batch, None, length, length, device)
@@ -163,7 +168,8 @@ class KVCache:
         self.length = self.length + k_BGSK.shape[2]
         if start == 0:
             shape = (*k_BGSK.shape[:2], self.max_len, k_BGSK.shape[3])
-            self.keys, self.values = k_BGSK.new_empty(shape), v_BGSK.new_empty(shape)
+            self.keys = k_BGSK.new_empty(shape)
+            self.values = v_BGSK.new_empty(shape)
         self.keys[:, :, start : self.length] = k_BGSK
         self.values[:, :, start : self.length] = v_BGSK
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

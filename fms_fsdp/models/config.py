@@ -78,9 +78,10 @@ class TransformerConfig:
     @property
     def is_llama(self) -> bool:
         """Whether models/llama.py implements this shape; models/gpt.py implements the others."""
+        if self.parallel_residual or self.dropout or self.ffn_dropout:
+            return False
         options = (self.norm, self.activation, self.pos_emb, self.rope_pct)
-        others = self.parallel_residual or self.dropout or self.ffn_dropout
-        return options == ("rmsnorm", "swiglu", "rope", 1.0) and not others
+        return options == ("rmsnorm", "swiglu", "rope", 1.0)
 
     @property
     def has_dropout(self) -> bool:
@@ -89,23 +90,31 @@ class TransformerConfig:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding and of the head; rows beyond `vocab_size` are never used."""
-        return -(-self.vocab_size // self.vocab_multiple_of) * self.vocab_multiple_of
+        num_multiples = -(-self.vocab_size // self.vocab_multiple_of)  # rounded up
+        return num_multiples * self.vocab_multiple_of
 
     @property
     def rotary_dim(self) -> int:
         """Rotated dimensions of each head."""
-        return int(self.head_dim * self.rope_pct) if self.pos_emb == "rope" else 0
+        if self.pos_emb != "rope":
+            return 0
+        return int(self.head_dim * self.rope_pct)
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The attention window of each layer in tokens; 0 is full attention."""
+        """The attention window of each layer in tokens; 0 is full attention.
+
+        Example: the pattern "LLG" and a window of 512 give 512, 512, 0, 512, 512, 0, …
+        """
         kinds = itertools.islice(itertools.cycle(self.attn_window_pattern), self.num_layers)
         return tuple(self.attn_window if kind == "L" else 0 for kind in kinds)
 
 
 def count_params(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Returns the parameters of the embedding, of one block and of the head, and how many of each are
-    matrices of matmuls. FSDP gathers these units. A tied head has only its norm."""
+    """Counts the parameters of the units that FSDP gathers: the embedding, one block and the head.
+
+    The second number of each is the parameters in matrices of matmuls. A tied head has only its norm.
+    """
     if config.model_builder:
         return _count_built(config)
     hidden = config.hidden_size
@@ -117,7 +126,8 @@ def count_params(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     def norm(size: int) -> int:
         return {"rmsnorm": size, "layernorm": 2 * size, "scalenorm": 1}[config.norm]
 
-    matrices = 2 * hidden * (q_size + kv_size) + (num_inner + 1) * hidden * config.ffn_hidden_size
+    matrices = 2 * hidden * (q_size + kv_size)  # q and o, k and v
+    matrices += (num_inner + 1) * hidden * config.ffn_hidden_size
     vectors = 2 * norm(hidden)
     if config.bias:
         vectors += num_inner * config.ffn_hidden_size + 2 * hidden
@@ -125,11 +135,15 @@ def count_params(config: TransformerConfig) -> dict[str, tuple[int, int]]:
         vectors += q_size + 2 * kv_size
     if config.qk_norm:
         vectors += 2 * norm(config.head_dim)
-    tables = {"learned": config.max_seq_len * hidden, "relative": config.relative_buckets * heads}
+    position_table = 0
+    if config.pos_emb == "learned":
+        position_table = config.max_seq_len * hidden
+    elif config.pos_emb == "relative":
+        position_table = config.relative_buckets * heads
     embed = config.padded_vocab_size * hidden
     head = 0 if config.tie_embeddings else embed
     return {
-        "embed": (embed + tables.get(config.pos_emb, 0), 0),
+        "embed": (embed + position_table, 0),
         "block": (matrices + vectors, matrices),
         "head": (head + norm(hidden), head),
     }
@@ -145,9 +159,13 @@ def _count_built(config: TransformerConfig) -> dict[str, tuple[int, int]]:
         model = build_model(config)
     counts = {}
     for name, unit in (("embed", model.embed), ("block", model.blocks["0"]), ("head", model.head)):
-        parameters = [] if unit is None else list(unit.parameters())
-        matrices = [p.numel() for p in parameters if p.ndim == 2 and name != "embed"]
-        counts[name] = sum(p.numel() for p in parameters), sum(matrices)
+        total = 0
+        in_matrices = 0
+        for parameter in [] if unit is None else unit.parameters():
+            total += parameter.numel()
+            if parameter.ndim == 2 and name != "embed":  # the lookup is no matmul
+                in_matrices += parameter.numel()
+        counts[name] = (total, in_matrices)
     return counts
 
 

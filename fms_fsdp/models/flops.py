@@ -42,10 +42,18 @@ def matmul_flops_per_token(config: TransformerConfig, seq_length: int) -> int:
 
 
 def keeps_matmul(kept: Collection[str], index: int) -> bool:
-    """Returns whether a block that keeps these results (`ParallelConfig.kept_ops`) keeps the result
-    of this matmul of q, k, v, o and the two or three of the feed-forward layer."""
-    second = "every_second_matmul" in kept or ("attention_matmuls" in kept and index < 4)
-    return "matmuls" in kept or (second and index % 2 == 1)
+    """Returns whether a block that keeps the results `kept` keeps the result of a matmul.
+
+    `kept` is `ParallelConfig.kept_ops`; `index` counts q, k, v, o and the two or three matmuls of the
+    feed-forward layer.
+    """
+    if "matmuls" in kept:
+        return True
+    if "every_second_matmul" in kept:
+        return index % 2 == 1
+    if "attention_matmuls" in kept:  # every second one of attention
+        return index in (1, 3)
+    return False
 
 
 def recomputed_flops_per_token(
@@ -55,20 +63,25 @@ def recomputed_flops_per_token(
     kept: Collection[str] = (),
     num_segments: int = 0,
 ) -> int:
-    """Returns the FLOPs that the backward pass repeats for one token when `num_blocks` blocks, in
-    `num_segments` segments (default: one each), recompute everything but `kept`.
+    """Returns the FLOPs that the backward pass repeats for one token.
 
-    The recomputation of a segment stops at the input of its last matmul.
+    `num_blocks` blocks, in `num_segments` segments (default: one each), recompute everything but
+    `kept`. The recomputation of a segment stops at the input of its last matmul.
     """
     hidden = config.hidden_size
     ffn = config.ffn_hidden_size
-    q_size, kv_size = (
-        heads * config.head_dim for heads in (config.num_attention_heads, config.num_kv_heads)
-    )
+    q_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
     inner_sizes = [ffn, ffn] if config.activation == "swiglu" else [ffn]
-    outputs = [q_size, kv_size, kv_size, q_size, *inner_sizes]  # of all but the last matmul
-    weights = sum(hidden * size for i, size in enumerate(outputs) if not keeps_matmul(kept, i))
-    attention = _attention_flops(config, seq_length) // config.num_layers
-    attention = 0 if "attention" in kept else attention
-    inner = num_blocks - (num_segments or num_blocks)  # blocks that repeat their last matmul too
-    return num_blocks * (2 * weights + attention) + 2 * inner * hidden * ffn
+
+    # The other side of each matmul of a block but the last is the hidden size.
+    sizes = [q_size, kv_size, kv_size, q_size, *inner_sizes]
+    weights = sum(hidden * size for i, size in enumerate(sizes) if not keeps_matmul(kept, i))
+    attention = 0
+    if "attention" not in kept:
+        attention = _attention_flops(config, seq_length) // config.num_layers
+    flops = num_blocks * (2 * weights + attention)
+
+    # Within a segment, the next block needs the result of the last matmul.
+    num_inner_blocks = num_blocks - (num_segments or num_blocks)
+    return flops + 2 * num_inner_blocks * hidden * ffn

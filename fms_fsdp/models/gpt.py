@@ -85,7 +85,8 @@ def attention_with_learned_bias(
         backend = "efficient" if q_BHSK.is_cuda else "math"
     if backend == "efficient":  # it has no grouped queries
         copies = q_BHSK.shape[1] // k_BGTK.shape[1]
-        k_BGTK, v_BGTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
+        k_BGTK = k_BGTK.repeat_interleave(copies, dim=1)
+        v_BGTK = v_BGTK.repeat_interleave(copies, dim=1)
     return attention(q_BHSK, k_BGTK, v_BGTK, mask, backend=backend, dropout=dropout)
 
 
@@ -129,7 +130,8 @@ class GPTBlock(nn.Module):
     ) -> torch.Tensor:
         attended_BSD = self.attention(self.attention_norm(x_BSD), rope, mask, cache)
         sum_BSD = x_BSD + self.dropout(attended_BSD)
-        fed_BSD = self.feed_forward(self.ffn_norm(x_BSD if self.is_parallel else sum_BSD))
+        input_BSD = x_BSD if self.is_parallel else sum_BSD
+        fed_BSD = self.feed_forward(self.ffn_norm(input_BSD))
         return sum_BSD + self.dropout(fed_BSD)
 
 
@@ -159,9 +161,8 @@ class GPTEmbedding(Embedding):
 
 def sinusoids(positions: torch.Tensor, size: int) -> torch.Tensor:
     """Returns interleaved sines and cosines of each position: fp32, (… size)."""
-    freqs = 10_000.0 ** (
-        -torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-    )
+    even = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device)
+    freqs = 10_000.0 ** (-even / size)
     angles = positions.unsqueeze(-1) * freqs
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 
@@ -195,11 +196,15 @@ def distance_buckets(distance: torch.Tensor, num_buckets: int, max_distance: int
 
     The first half of the buckets holds one distance each, the others grow logarithmically up to
     `max_distance`. Keys after the query are in bucket 0.
+
+    Example of 32 buckets up to 128: distances 0 to 15 have their own, 16 to 18 share bucket 16,
+    19 and 20 bucket 17, and from 113 on all share bucket 31.
     """
-    exact = num_buckets // 2
-    ratio = (distance.clamp(min=1).float() / exact).log() / math.log(max_distance / exact)
-    far = exact + (ratio * (num_buckets - exact)).long()
-    return torch.where(distance < exact, distance.clamp(min=0), far.clamp(max=num_buckets - 1))
+    num_exact = num_buckets // 2
+    near = distance.clamp(min=0)
+    ratio = (distance.clamp(min=1).float() / num_exact).log() / math.log(max_distance / num_exact)
+    far = num_exact + (ratio * (num_buckets - num_exact)).long()
+    return torch.where(distance < num_exact, near, far.clamp(max=num_buckets - 1))
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
@@ -207,11 +212,14 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
 
     It is 2^(-8 (head + 1) / n) for the first n heads, n the largest power of two; heads beyond n
     take every second slope of 2n heads, as published.
+
+    Example of 6 heads (n = 4): 1/4, 1/16, 1/64, 1/256, then of 8 heads 1/2 and 1/8.
     """
     power = 1 << (num_heads.bit_length() - 1)
     head = torch.arange(num_heads, device=device)
-    steps = torch.where(head < power, 2 * (head + 1), 2 * (head - power) + 1)
-    return torch.exp2(-4.0 / power * steps)
+    # In units of the exponents of 2n heads, which are half as far apart.
+    exponents = torch.where(head < power, 2 * (head + 1), 2 * (head - power) + 1)
+    return torch.exp2(-4.0 / power * exponents)
 
 
 class GPT(Llama):

@@ -21,12 +21,12 @@ def version() -> str:
     """Returns the versions of torch and, if it is installed, of this package."""
     import importlib.metadata
 
-    installed = {
-        each.name.replace("-", "_"): each.version for each in importlib.metadata.distributions()
-    }
-    return ", ".join(
-        f"{name} {installed[name]}" for name in ("fms_fsdp", "torch") if name in installed
-    )
+    versions = dict[str, str]()
+    for each in importlib.metadata.distributions():
+        name = each.name.replace("-", "_")
+        if name in ("fms_fsdp", "torch"):
+            versions.setdefault(name, each.version)  # the first one is imported
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
 
 
 def variants() -> str:

@@ -38,17 +38,16 @@ def rope_table(config: TransformerConfig) -> torch.Tensor:
     The table is computed on the CPU, so that it is identical on every device.
     """
     dim = config.rotary_dim
-    freqs = 1.0 / config.rope_theta ** (
-        torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
-    )
-    if (scaling := config.rope_scaling) is not None:
-        keep = torch.zeros_like(freqs)
+    even = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu")
+    freqs = 1.0 / config.rope_theta ** (even / dim)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        keep = torch.zeros_like(freqs)  # 1 keeps a frequency, 0 divides it by the factor
         if scaling.kind == "llama3":
             turns = scaling.original_max_len * freqs / (2 * torch.pi)  # within the original context
-            keep = (turns - scaling.low_freq_factor) / (
-                scaling.high_freq_factor - scaling.low_freq_factor
-            )
-            keep = keep.clamp(0, 1)
+            low = scaling.low_freq_factor
+            high = scaling.high_freq_factor
+            keep = ((turns - low) / (high - low)).clamp(0, 1)
         freqs = keep * freqs + (1 - keep) * freqs / scaling.factor
     angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu"), freqs)
     return torch.stack((angles.cos(), angles.sin()), dim=1)
@@ -210,7 +209,8 @@ class Llama(nn.Module):
 
     def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__()
-        layers = range(config.num_layers) if layers is None else layers
+        if layers is None:
+            layers = range(config.num_layers)
         self.config = config
         self.embed = self.embedding_type(config) if layers.start == 0 else None
         self.blocks = nn.ModuleDict({str(layer): self.block_type(config) for layer in layers})
@@ -241,8 +241,7 @@ class Llama(nn.Module):
         caches: Sequence[KVCache] | None = None,
         loss_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | Losses:
-        """Returns logits (B S V), or with labels the `Losses` of `linear_cross_entropy`: the sum of the
-        loss in nats, and the number of labels.
+        """Returns logits (B S V), or with labels the `Losses` of `linear_cross_entropy`.
 
         Positions default to 0 … S-1. With `caches`, one per layer, they continue the cached
         positions, and only the last position gets logits (B 1 V). With document ids, attention
@@ -250,8 +249,10 @@ class Llama(nn.Module):
         tokens; a stage without head returns them.
         """
         start = caches[0].length if caches else 0
-        # Under context or tensor parallelism a later stage gets a shard of the sequence as x.
-        length = tokens_BS.shape[1] if positions_BS is None else positions_BS.shape[-1]
+        if positions_BS is None:
+            length = tokens_BS.shape[1]
+        else:  # under cp or tp, a later stage gets a shard of the sequence as x
+            length = positions_BS.shape[-1]
         queries = slice(start, start + length)
         assert queries.stop <= self.config.max_seq_len, (queries.stop, self.config.max_seq_len)
         positions = queries if positions_BS is None else positions_BS
@@ -274,5 +275,7 @@ class Llama(nn.Module):
             return x_BSD
         if caches:
             x_BSD = x_BSD[:, -1:]
-        tied = self.embed.weight if self.config.tie_embeddings and self.embed is not None else None
+        tied = None
+        if self.config.tie_embeddings and self.embed is not None:
+            tied = self.embed.weight
         return self.head(x_BSD, labels_BS, tied, loss_scale)

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.models.attention import compiled
 
-# fp32 logits of a chunk: few chunks, since each adds a gradient of the whole head, in little memory
+# fp32 logits of a chunk. Fewer chunks are faster, since each adds a gradient of the whole head; smaller
+# ones need less memory.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 Losses = tuple[torch.Tensor, ...]
 # (gradient at the label, loss[, more losses]) of each token, (C 1) fp32, from (logits, labels)
@@ -36,10 +37,14 @@ def chunk_size(num_tokens: int, vocab_size: int, device_type: str) -> int:
 
 
 def empty_logits(like: torch.Tensor, num_tokens: int, vocab_size: int) -> torch.Tensor:
-    """Allocates logits. On a GPU each row begins at a multiple of 128 bytes: matmuls with an odd
-    vocabulary size, such as 50,257, are slow otherwise."""
+    """Allocates logits (num_tokens, vocab_size).
+
+    On a GPU each row begins at a multiple of 128 bytes: matmuls with an odd vocabulary size, such as
+    50,257, are slow otherwise.
+    """
     multiple = 64 if like.is_cuda else 1
-    logits = like.new_empty(num_tokens, -(-vocab_size // multiple) * multiple)
+    padded_size = -(-vocab_size // multiple) * multiple
+    logits = like.new_empty(num_tokens, padded_size)
     logits[:, vocab_size:] = 0  # kernels may read these columns, and NaN times zero is NaN
     return logits[:, :vocab_size]
 
@@ -57,9 +62,10 @@ def softmax_(
     logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
     logp_C1 = logp_CV.gather(1, label_C1)
     if not z_loss:
-        logits_CV.copy_(
-            logp_CV.exp_().mul_(scale) if isinstance(scale, torch.Tensor) else logp_CV.exp_()
-        )
+        p_CV = logp_CV.exp_()
+        if isinstance(scale, torch.Tensor):  # as a float it is 1
+            p_CV.mul_(scale)
+        logits_CV.copy_(p_CV)
         return logp_C1.expm1(), -logp_C1  # p - 1, exact near p = 1
     logz_C1 = logits_CV[:, :1].float() - logp_CV[:, :1]
     pull_C1 = 2 * z_loss * logz_C1
@@ -80,7 +86,9 @@ def compiled_softmax_(
     logp_C1 = at_label_C1 - logz_C1
     pull_C1 = 2 * z_loss * logz_C1
     gradient_C1 = logp_C1.expm1() + logp_C1.exp() * pull_C1
-    return gradient_C1, -logp_C1, *([z_loss * logz_C1.square()] if z_loss else [])
+    if not z_loss:
+        return gradient_C1, -logp_C1
+    return gradient_C1, -logp_C1, z_loss * logz_C1.square()
 
 
 def _normalize_(
@@ -92,8 +100,10 @@ def _normalize_(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sums of the losses of h_ND under the head W_VD. The gradient of the first sum includes the
-    gradients of the others."""
+    """Sums of the losses of h_ND under the head W_VD.
+
+    The gradient of the first sum includes the gradients of the others.
+    """
 
     @staticmethod
     def forward(
@@ -125,9 +135,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits_CV = torch.mm(h_CD, head_VD.T, out=buffer_CV[: len(h_CD)])
             gradient_C1, *losses_C1 = softmax(logits_CV, index_N1[chunk], scale)
             losses = [loss.masked_fill(is_masked_N1[chunk], 0).sum() for loss in losses_C1]
-            sums = (
-                [total + loss for total, loss in zip(sums, losses, strict=True)] if sums else losses
-            )
+            if sums:
+                losses = [total + loss for total, loss in zip(sums, losses, strict=True)]
+            sums = losses
             # Not scatter_, which copies all of a bf16 tensor on CPUs.
             column_C = index_N1[chunk, 0].clamp(0, vocab_size - 1)
             row_C = torch.arange(len(h_CD), device=h_ND.device)
@@ -135,11 +145,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dh_ND is not None:
                 torch.mm(logits_CV, head_VD, out=dh_ND[chunk]).masked_fill_(is_masked_N1[chunk], 0)
             if need_weight:
-                more_VD = logits_CV.T @ h_CD
-                if size >= num_tokens:
-                    dweight_VD = more_VD
-                else:  # the sum over chunks in fp32
-                    dweight_VD = more_VD.float() if dweight_VD is None else dweight_VD.add_(more_VD)
+                of_chunk_VD = logits_CV.T @ h_CD
+                if size >= num_tokens:  # there is one chunk
+                    dweight_VD = of_chunk_VD
+                elif dweight_VD is None:
+                    dweight_VD = of_chunk_VD.float()  # the sum over chunks in fp32
+                else:
+                    dweight_VD.add_(of_chunk_VD)
         if dweight_VD is not None:
             dweight_VD = dweight_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dh_ND, dweight_VD, scale if isinstance(scale, torch.Tensor) else None)
@@ -152,13 +164,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = grads[0] if scale is None else grads[0] / scale
         # As a matrix the factor stays fp32: a bf16 factor would be off by up to 0.4 % everywhere.
         factor = factor.reshape(1, 1)
-        scaled = [
-            None
-            if gradient is None
-            else torch.mul(gradient, factor, out=torch.empty_like(gradient))
-            for gradient in (dh_ND, dweight_VD)
-        ]
-        return *scaled, None, None, None, None, None
+
+        def scaled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            if gradient is None:  # nobody needs it
+                return None
+            return torch.mul(gradient, factor, out=torch.empty_like(gradient))
+
+        return scaled(dh_ND), scaled(dweight_VD), None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -182,15 +194,14 @@ def linear_cross_entropy(
     of a vocabulary from `first_token` on, of shards with at most `largest_shard` tokens.
     Source of the z-loss: Chowdhery et al. 2022 (PaLM), section 5.
     """
-    softmax = softmax or (compiled_softmax_ if compiled else softmax_)
+    if softmax is None:
+        softmax = compiled_softmax_ if compiled else softmax_
     if z_loss:
         softmax = partial(softmax, z_loss=z_loss)
     labels_N = labels_BS.reshape(-1)
-    if not torch.is_grad_enabled():
-        h_BSD, weight_VD = (
-            h_BSD.detach(),
-            weight_VD.detach(),
-        )  # or the gradients are computed anyway
+    if not torch.is_grad_enabled():  # the forward pass would compute gradients all the same
+        h_BSD = h_BSD.detach()
+        weight_VD = weight_VD.detach()
     loss_sum, *others = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         h_BSD.flatten(0, -2),
         weight_VD,

@@ -27,7 +27,8 @@ def _llama(
     **more: Any,
 ) -> TransformerConfig:
     """Returns a shape of Llama 3, which sets `rope_scaling` from 3.1 on."""
-    more |= {"rope_scaling": RopeScaling(scaling)} if scaling else {}
+    if scaling:
+        more["rope_scaling"] = RopeScaling(scaling)
     return TransformerConfig(layers, hidden, ffn, heads, kv_heads, 128256, rope_theta=5e5, **more)
 
 
@@ -118,9 +119,8 @@ VARIANTS: dict[str, TransformerConfig] = {
     "gpt3_6.7b": _gpt(32, 4096, 32),
     "gpt3_13b": _gpt(40, 5120, 40),  # the paper's 5140 is not divisible by 40
     "gpt3_175b": _gpt(96, 12288, 96),
-    "tr1_13b": _gpt(
-        40, 5120, 32
-    ),  # https://github.com/bigscience-workshop/bigscience, tr1-13B-base
+    # https://github.com/bigscience-workshop/bigscience, tr1-13B-base
+    "tr1_13b": _gpt(40, 5120, 32),
     # https://github.com/EleutherAI/pythia
     "pythia_14m": _neox(6, 128, 4),
     "pythia_31m": _neox(6, 256, 8),
@@ -158,8 +158,9 @@ def canonical_variant(name: str) -> str:
         UserError: there is no such variant; the error lists all and names the nearest one.
     """
     lowered = name.lower()
-    if (found := ALIASES.get(lowered, lowered)) in VARIANTS:
-        return found
+    canonical = ALIASES.get(lowered, lowered)
+    if canonical in VARIANTS:
+        return canonical
     if lowered.startswith(("mamba", "granite", "olmo", "smollm3")):
         raise UserError(
             f"--model_variant={name} is not supported: this project trains Llama, Mistral, Qwen and "
@@ -230,8 +231,9 @@ def _check_options(model: TransformerConfig, section: ModelConfig) -> None:
             "set --attn_impl=auto, or --attn_dropout=0"
         )
     for kind, names in _POSITION_FLAGS.items():
-        for name in names if model.pos_emb != kind else ():
-            if (value := getattr(section, name)) is not None:
+        for name in names:
+            value = getattr(section, name)
+            if model.pos_emb != kind and value is not None:
                 raise UserError(
                     f"--{name}={joined(value)} has no effect without --pos_emb={kind}; "
                     f"remove it, or set --pos_emb={kind}"
@@ -258,35 +260,46 @@ def _listed(number: int) -> str:
 def resolve_model(
     section: ModelConfig, *, seq_length: int, data_vocab_size: int | None = None
 ) -> TransformerConfig:
-    """Returns the model shape of a run: the variant or a config.json, its overrides, by default the
-    vocabulary of the data, and `seq_length` positions.
+    """Returns the model shape of a run: the variant or a config.json, with the flags that are set.
+
+    By default it has the vocabulary of the data, and `seq_length` positions.
 
     Raises:
         UserError: unknown variant, a shape that does not divide, a vocabulary smaller than the data's, or
             a shape that differs from the initial weights.
     """
     variant = _base_shape(section)
-    is_theirs = bool(section.init_from_hf or section.hf_config)
-    derived = {"vocab_size", "max_seq_len", "rope_scaling"}
-    names = {spec.name for spec in fields(TransformerConfig)} - derived
-    given = {name: value for name in names if (value := getattr(section, name)) is not None}
-    if not is_theirs or given.keys() & {"hidden_size", "num_attention_heads"}:
+    is_huggingface = bool(section.init_from_hf or section.hf_config)
+    given = dict[str, Any]()
+    for spec in fields(TransformerConfig):
+        if spec.name not in ("vocab_size", "max_seq_len", "rope_scaling"):  # derived below
+            value = getattr(section, spec.name)
+            if value is not None:
+                given[spec.name] = value
+    if not is_huggingface or given.keys() & {"hidden_size", "num_attention_heads"}:
         given.setdefault("head_dim", 0)
     if "num_attention_heads" in given and variant.num_kv_heads == variant.num_attention_heads:
         # a multi-head variant stays multi-head
         given.setdefault("num_kv_heads", given["num_attention_heads"])
-    if (hidden := given.get("hidden_size", variant.hidden_size)) != variant.hidden_size:
-        share = variant.ffn_hidden_size / variant.hidden_size
-        given.setdefault("ffn_hidden_size", max(1, round(share * hidden / 128)) * 128)
+    hidden = given.get("hidden_size", variant.hidden_size)
+    if hidden != variant.hidden_size:
+        ratio = variant.ffn_hidden_size / variant.hidden_size
+        given.setdefault("ffn_hidden_size", max(1, round(ratio * hidden / 128)) * 128)
     if section.rope_scaling is not None:
         given["rope_scaling"] = parse_rope_scaling(section.rope_scaling)
-    least = variant.vocab_size if section.init_from_hf else 0
-    config = replace(
-        variant,
-        **given,
-        vocab_size=section.vocab_size or max(data_vocab_size or variant.vocab_size, least),
-        max_seq_len=section.max_seq_len or max(seq_length, variant.max_seq_len if is_theirs else 0),
-    )
+
+    vocab_size = section.vocab_size
+    if not vocab_size:
+        vocab_size = data_vocab_size or variant.vocab_size
+        if section.init_from_hf:  # the checkpoint's rows are kept
+            vocab_size = max(vocab_size, variant.vocab_size)
+    max_seq_len = section.max_seq_len
+    if not max_seq_len:
+        max_seq_len = seq_length
+        if is_huggingface:
+            max_seq_len = max(seq_length, variant.max_seq_len)
+
+    config = replace(variant, **given, vocab_size=vocab_size, max_seq_len=max_seq_len)
     if section.init_from_hf:
         from fms_fsdp.hf.config import check_matches_checkpoint
 
@@ -300,11 +313,11 @@ def resolve_model(
 def _base_shape(section: ModelConfig) -> TransformerConfig:
     """Returns the shape whose values flags replace."""
     flag = "init_from_hf" if section.init_from_hf else "hf_config"
-    path = Path(getattr(section, flag))
     if not getattr(section, flag):
         return VARIANTS[canonical_variant(section.model_variant)]
     from fms_fsdp.hf.config import read_config
 
+    path = Path(getattr(section, flag))
     try:
         return read_config(path if path.is_file() else path / "config.json")
     except UserError as error:
@@ -315,17 +328,18 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     """Parses `linear:4`, `llama3:8` or `llama3:8:1:4:8192`; `linear:1` is None."""
     kind, *numbers = text.split(":")
     values = [float(parse_number(number) or 0) for number in numbers]
-    lengths = {"linear": (1,), "llama3": (1, 4)}.get(kind, ())
-    if (
-        len(values) not in lengths
-        or min(values) < 1
-        or (len(values) == 4 and values[1] >= values[2])
-    ):
+    counts = {"linear": (1,), "llama3": (1, 4)}.get(kind, ())
+    is_valid = len(values) in counts and min(values) >= 1
+    if is_valid and len(values) == 4:
+        is_valid = values[1] < values[2]
+    if not is_valid:
         raise UserError(
             f"--rope_scaling={text} must be linear:FACTOR or llama3:FACTOR[:LOW:HIGH:LENGTH], with "
             "numbers of at least 1 and LOW below HIGH; use e.g. llama3:8:1:4:8192"
         )
     if kind == "linear":
         return RopeScaling(values[0], kind="linear") if values[0] > 1 else None
-    factor, low, high, length = values if len(values) == 4 else (*values, 1.0, 4.0, 8192.0)
+    if len(values) == 1:
+        return RopeScaling(values[0])
+    factor, low, high, length = values
     return RopeScaling(factor, low, high, int(length))

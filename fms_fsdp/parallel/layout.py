@@ -1,8 +1,8 @@
 """How the axes tp, cp and pp divide a model, and checks of shapes that they cannot divide.
 
-layers          0 1 2 3 4 5 │ 6 7 8 9 10 │ 11 12 13 14 15 │ 16 17 18 + head
-loop, 2 ranks   rank 0      │ rank 1     │ rank 0         │ rank 1
-V, 2 ranks      rank 0      │ rank 1     │ rank 1         │ rank 0
+layers          0 1 2 3 4 │ 5 6 7 8 9 │ 10 11 12 13 14 15 │ 16 17 18 + head
+loop, 2 ranks   rank 0    │ rank 1    │ rank 0            │ rank 1
+V, 2 ranks      rank 0    │ rank 1    │ rank 1            │ rank 0
 """
 
 from __future__ import annotations
@@ -42,8 +42,14 @@ def check_layout(
     cp = dims.cp
     pp = dims.pp
     length = cfg.data.seq_length
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
-        valid = [n for n in divisors(heads, heads) if not (kv_heads % n and n % kv_heads)]
+
+    def divides_heads(size: int) -> bool:
+        # With more ranks than key/value heads, several ranks share a head.
+        divides_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
+        return heads % size == 0 and divides_kv_heads
+
+    if not divides_heads(tp):
+        valid = [size for size in divisors(heads, heads) if divides_heads(size)]
         raise UserError(
             f"--tp_size={tp} must divide {heads} query heads and {kv_heads} key/value heads (or be a "
             f"multiple of the latter); valid sizes: {', '.join(map(str, valid))}"
@@ -52,7 +58,8 @@ def check_layout(
         raise UserError(
             f"--tp_size={tp} must divide ffn_hidden_size={model.ffn_hidden_size}; change one of them"
         )
-    if (tp - 1) * -(-model.padded_vocab_size // tp) >= model.vocab_size:
+    tokens_per_rank = -(-model.padded_vocab_size // tp)  # rounded up
+    if (tp - 1) * tokens_per_rank >= model.vocab_size:  # the last rank would have none
         raise UserError(f"--tp_size={tp} is too large for {model.vocab_size} tokens; lower it")
 
     method = resolve_cp_method(section.cp_method, heads, tp, cp)
@@ -65,10 +72,13 @@ def check_layout(
         raise UserError(
             f"--attn_impl={cfg.model.attn_impl} has no effect with --cp_method=gather; remove it"
         )
-    if length % (unit := sequence_multiple(method, tp, cp, dims.sequence_parallel)):
+    unit = sequence_multiple(method, tp, cp, dims.sequence_parallel)
+    if length % unit:
+        below = max(1, length // unit) * unit
+        above = (length // unit + 1) * unit
         raise UserError(
             f"--seq_length={length} must be divisible by {unit} (because of --cp_size, --tp_size); "
-            f"closest valid values: {max(1, length // unit) * unit}, {(length // unit + 1) * unit}"
+            f"closest valid values: {below}, {above}"
         )
     if pp > 1:
         _check_pipeline(section, model.num_layers, dims, batch, is_compiled)
@@ -98,9 +108,10 @@ def _check_pipeline(
     schedule = section.pp_schedule
     size = section.pp_micro_batch_size
     pp = dims.pp
-    if (stages := pp * dims.virtual_stages) > num_layers:
+    num_stages = pp * dims.virtual_stages
+    if num_stages > num_layers:
         raise UserError(
-            f"--pp_size={pp} makes {stages} stages of {num_layers} layers; use fewer stages"
+            f"--pp_size={pp} makes {num_stages} stages of {num_layers} layers; use fewer stages"
         )
     if batch.batch_size % size:
         raise UserError(
@@ -176,8 +187,12 @@ def resolve_cp_method(method: str, heads: int, tp: int, cp: int) -> str:
 
 def sequence_multiple(method: str, tp: int, cp: int, sequence_parallel: bool) -> int:
     """Returns the number that must divide the sequence length."""
-    parts = 2 * cp if method == "gather" and cp > 1 else cp
-    return math.lcm(parts, cp * tp) if sequence_parallel else parts
+    num_chunks = cp
+    if method == "gather" and cp > 1:
+        num_chunks = 2 * cp  # a rank has two of them
+    if sequence_parallel:
+        return math.lcm(num_chunks, cp * tp)
+    return num_chunks
 
 
 @functools.cache
@@ -188,6 +203,8 @@ def layers_of_stages(
 
     Minimizes the FLOPs of the most expensive stage, then the sum of the squares; the head counts as a
     part of the last layer.
+
+    Example of 19 layers, a head as expensive as three, and 4 stages: 5, 5, 6 and 3 layers.
     """
     assert num_stages <= config.num_layers, (num_stages, config.num_layers)
     block = num_params_by_unit(config)["block"]
@@ -195,17 +212,17 @@ def layers_of_stages(
     windows = [min(window or seq_length, seq_length) for window in config.windows]
     costs = [6 * block + 12 * q_size * window for window in windows]
     costs[-1] += 6 * config.hidden_size * config.vocab_size
-    total = list(itertools.accumulate(costs, initial=0))
+    cost_before = list(itertools.accumulate(costs, initial=0))
     # The best split of the first `end` layers: (most expensive stage, sum of squares, boundaries).
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
     for _ in range(num_stages):
         splits: dict[int, list[Any]] = {}
         for begin, (maximum, squares, boundaries) in best.items():
             for end in range(begin + 1, config.num_layers + 1):
-                cost = total[end] - total[begin]
+                cost = cost_before[end] - cost_before[begin]
                 split = (max(maximum, cost), squares + cost**2, (*boundaries, end))
                 splits.setdefault(end, []).append(split)
-        best = {end: min(some) for end, some in splits.items()}
+        best = {end: min(candidates) for end, candidates in splits.items()}
     _, _, boundaries = best[config.num_layers]
     return tuple(itertools.starmap(range, itertools.pairwise(boundaries)))
 

@@ -3,9 +3,9 @@
     rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3     F forward: sends hidden states to the next stage
     rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..     B backward: sends their gradient back
 
-    layers          0 1 2 3 4 5 │ 6 7 8 9 10 │ 11 12 13 14 15 │ 16 17 18 + head
-    loop, 2 ranks   rank 0      │ rank 1     │ rank 0         │ rank 1
-    V, 2 ranks      rank 0      │ rank 1     │ rank 1         │ rank 0
+    layers          0 1 2 3 4 │ 5 6 7 8 9 │ 10 11 12 13 14 15 │ 16 17 18 + head
+    loop, 2 ranks   rank 0    │ rank 1    │ rank 0            │ rank 1
+    V, 2 ranks      rank 0    │ rank 1    │ rank 1            │ rank 0
 
 A stage is a Llama with consecutive layers and an FSDP root of its own. The last stage computes the
 loss in its forward pass. Schedules are torch's. FSDP gathers a stage's weights once per schedule,
@@ -62,8 +62,10 @@ def build_pipeline(
     device: torch.device,
     build_stage: Callable[[range], Llama],
 ) -> Pipeline:
-    """Returns this rank's stages as one model (collective). `build_stage` returns the stage with some
-    layers, ready to train."""
+    """Returns this rank's stages as one model (collective).
+
+    `build_stage` returns the stage with the given layers, ready to train.
+    """
     size = mesh.size("pp")
     virtual = mesh.dims.virtual_stages
     layers = layers_of_stages(config, config.max_seq_len, size * virtual)
@@ -92,25 +94,25 @@ class Pipeline(nn.Module):
         self._section = section
         self._mesh = mesh
         self._device = device
-        self._dtype, self._group = DTYPES[precision.compute], mesh.axis("pp").get_group()
+        self._dtype = DTYPES[precision.compute]
+        self._group = mesh.axis("pp").get_group()
         self._stages = dict(stages)  # in a dict, so that names have no prefix
         self._last = mesh.size("pp") * mesh.dims.virtual_stages - 1
         self._schedules: dict[torch.Size, Any] = {}
-        self._sends: list[
-            tuple[dist.Work, torch.Tensor]
-        ] = []  # the tensors live until they are sent
+        # The tensors must live until they are sent.
+        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
         self._factor = torch.ones((), device=device)
         self._losses: list[tuple[torch.Tensor, ...]] = []  # of micro-batches, on the last stage
         self.embed = stages[0].embed if 0 in stages else None
         self.blocks = nn.ModuleDict()
-        for stage in stages.values():
-            self.blocks.update(dict(stage.blocks.items()))
+        for own_stage in stages.values():
+            self.blocks.update(dict(own_stage.blocks.items()))
         self.head = stages[self._last].head if self._last in stages else None
-        self._rank_of = {
-            stage: dist.get_global_rank(self._group, rank)
-            for rank in range(mesh.size("pp"))
-            for stage in stages_of_rank(rank, mesh.size("pp"), len(stages), section.pp_schedule)
-        }
+        self._rank_of = dict[int, int]()  # the global rank of each stage of the model
+        for rank in range(mesh.size("pp")):
+            stages_there = stages_of_rank(rank, mesh.size("pp"), len(stages), section.pp_schedule)
+            for stage in stages_there:
+                self._rank_of[stage] = dist.get_global_rank(self._group, rank)
         # NCCL connects all ranks of a group at their first collective, but only pairs at a send.
         mesh.sum(torch.zeros(1, device=device), "pp")
 
@@ -130,27 +132,27 @@ class Pipeline(nn.Module):
         factor: torch.Tensor,
         loss_scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Runs one schedule: forward and backward passes of all micro-batches (collective). Adds the
-        gradients of loss times `factor`.
+        """Runs one schedule: forward and backward passes of all micro-batches (collective).
 
-        Returns the summed loss and, with a z-loss, its sum; 0 on ranks without the last stage.
+        Adds the gradients of loss times `factor`. Returns the summed loss and, with a z-loss, its sum;
+        0 on ranks without the last stage.
         """
         self._finish_sends()
-        arguments = {
-            "positions_BS": self._positions(tokens_BS) if positions_BS is None else positions_BS,
-            "document_ids_BS": document_ids_BS,
-            "labels_BS": None if self.head is None else labels_BS,
-            "loss_scale": None,
-        }
-        if self.head is not None and loss_scale is not None:
-            # The schedule splits each argument into micro-batches.
-            arguments["loss_scale"] = loss_scale.expand(self._num_micro_batches(len(tokens_BS)))
-        given = {name: value for name, value in arguments.items() if value is not None}
+        if positions_BS is None:
+            positions_BS = self._positions(tokens_BS)
+        arguments = {"positions_BS": positions_BS}  # the schedule splits each into micro-batches
+        if document_ids_BS is not None:
+            arguments["document_ids_BS"] = document_ids_BS
+        if self.head is not None:
+            arguments["labels_BS"] = labels_BS
+            if loss_scale is not None:
+                num_micro_batches = self._num_micro_batches(len(tokens_BS))
+                arguments["loss_scale"] = loss_scale.expand(num_micro_batches)
         inputs = () if self.embed is None else (tokens_BS,)
         self._factor = factor
         schedule = self._schedule_for(tokens_BS.shape)
         try:
-            schedule.step(*inputs, target=labels_BS, return_outputs=False, **given)
+            schedule.step(*inputs, target=labels_BS, return_outputs=False, **arguments)
         except RuntimeError as error:
             # torch wraps errors of a pass; callers treat errors such as OutOfMemoryError by type.
             raise error.__cause__ or error from None
@@ -158,7 +160,8 @@ class Pipeline(nn.Module):
         self._losses = []
         if losses:
             return tuple(torch.stack(values).sum() for values in zip(*losses, strict=True))
-        return tuple(torch.zeros_like(factor) for _ in range(2 if self.config.z_loss else 1))
+        num_losses = 2 if self.config.z_loss else 1
+        return tuple(torch.zeros_like(factor) for _ in range(num_losses))
 
     def _scaled_loss(self, output: tuple[torch.Tensor, ...], target: torch.Tensor) -> torch.Tensor:
         """Returns the scaled loss of a micro-batch, which the last stage has computed."""
@@ -170,8 +173,10 @@ class Pipeline(nn.Module):
         return batch_size // self._section.pp_micro_batch_size
 
     def _schedule_for(self, shape: torch.Size) -> Any:
-        """Returns the schedule for tokens of this shape. It is given the shapes that stages send, which
-        torch would infer by a forward and backward pass."""
+        """Returns the schedule for tokens of this shape.
+
+        It is given the shapes that stages send, which torch would infer by a forward and backward pass.
+        """
         if shape in self._schedules:
             return self._schedules[shape]
         rows = self._section.pp_micro_batch_size
@@ -182,26 +187,26 @@ class Pipeline(nn.Module):
             tokens = torch.empty(rows, shape[1], dtype=torch.int64)
             size = (rows, length, self.config.hidden_size)
             hidden = torch.empty(size, dtype=self._dtype, requires_grad=True)
-            losses: tuple[torch.Tensor, ...] = (
-                torch.empty((), requires_grad=True),
-                torch.empty((), dtype=torch.int64),
+            losses = [torch.empty((), requires_grad=True), torch.empty((), dtype=torch.int64)]
+            if self.config.z_loss:
+                losses.append(torch.empty(()))
+        stages = []
+        for index, stage in self._stages.items():
+            stages.append(
+                _Stage(
+                    stage,
+                    index,
+                    self._last + 1,
+                    self._device,
+                    input_args=tokens if index == 0 else hidden,
+                    output_args=tuple(losses) if index == self._last else hidden,
+                    group=self._group,
+                )
             )
-            losses += (torch.empty(()),) if self.config.z_loss else ()
-        stages = [
-            _Stage(
-                stage,
-                index,
-                self._last + 1,
-                self._device,
-                input_args=hidden if index else tokens,
-                output_args=losses if index == self._last else hidden,
-                group=self._group,
-            )
-            for index, stage in self._stages.items()
-        ]
-        schedule = _SCHEDULES[self._section.pp_schedule]
-        self._schedules[shape] = schedule(
-            stages if issubclass(schedule, PipelineScheduleMulti) else stages[0],
+        make_schedule = _SCHEDULES[self._section.pp_schedule]
+        has_several_stages = issubclass(make_schedule, PipelineScheduleMulti)
+        self._schedules[shape] = make_schedule(
+            stages if has_several_stages else stages[0],
             self._num_micro_batches(shape[0]),
             loss_fn=self._scaled_loss,
             scale_grads=False,
@@ -244,12 +249,14 @@ class Pipeline(nn.Module):
             if index < self._last and index + 1 not in self._stages:
                 self._send(output, self._rank_of[index + 1])
         for layer, cache in enumerate(caches or ()):
-            cache.length += 0 if str(layer) in self.blocks else tokens_BS.shape[1]
+            if str(layer) not in self.blocks:  # its own blocks have advanced the others
+                cache.length += tokens_BS.shape[1]
         if labels_BS is not None:
             loss = torch.zeros((), device=self._device) if self.head is None else output[0]
             return loss, (labels_BS != IGNORED_LABEL).sum()
         if self.head is None:
-            shape = (len(tokens_BS), 1 if caches else tokens_BS.shape[1], self.config.vocab_size)
+            length = 1 if caches else tokens_BS.shape[1]
+            shape = (len(tokens_BS), length, self.config.vocab_size)
             output = torch.empty(shape, device=self._device)
         # Under tensor parallelism the logits may be a slice, which gloo would send wrongly.
         logits_BSV: torch.Tensor = output.float().contiguous()
@@ -271,7 +278,9 @@ class Pipeline(nn.Module):
         self._finish_sends()
         header = torch.tensor([_DTYPES.index(x_BSD.dtype), *x_BSD.shape], device=self._device)
         for tensor in (header, x_BSD.contiguous()):
-            if tensor.numel() and (work := dist.isend(tensor, rank, self._group)):
+            if tensor.numel():
+                work = dist.isend(tensor, rank, self._group)
+                assert work is not None  # this rank is in the group
                 self._sends.append((work, tensor))
 
     def _finish_sends(self) -> None:

@@ -35,8 +35,11 @@ def cpu_has_bf16() -> bool:
 
 def fsdp_policy(precision: Precision) -> MixedPrecisionPolicy:
     """Returns FSDP's policy. Inputs are not cast, so that the rotary table stays fp32."""
+    cast_to = None
+    if precision.compute != precision.weights:
+        cast_to = DTYPES[precision.compute]
     return MixedPrecisionPolicy(
-        param_dtype=None if precision.compute == precision.weights else DTYPES[precision.compute],
+        param_dtype=cast_to,
         reduce_dtype=DTYPES[precision.reduce],
         cast_forward_inputs=False,
     )
@@ -51,9 +54,9 @@ def cast_weights(model: nn.Module, precision: Precision) -> None:
 
 
 def accumulate_in_fp32(model: nn.Module) -> None:
-    """Makes gradients of bf16 weights accumulate in fp32 over micro-batches, in a model that is ready
-    to train.
+    """Makes gradients of bf16 weights accumulate in fp32 over micro-batches.
 
+    The model must be ready to train.
     FSDP still rounds the gradient of each micro-batch to bf16 once. Gradients that it accumulates
     unsharded (hsdp over replicas, `sync_each_micro_step` off) are in `reduce_dtype`.
     """
@@ -75,7 +78,9 @@ def apply_precision(model: Llama, precision: Precision) -> None:
     if precision.compute == precision.weights:
         return
     for module in model.modules():
-        module.__class__ = _CASTING.get(type(module), type(module))
+        casting = _CASTING.get(type(module))
+        if casting is not None:
+            module.__class__ = casting
     if model.embed is not None:
         dtype = DTYPES[precision.compute]
         model.embed.register_forward_hook(lambda module, inputs, output: output.to(dtype))
@@ -100,7 +105,8 @@ class _CastLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        (grad,), (x, weight) = grads, ctx.saved_tensors
+        grad = grads[0]
+        x, weight = ctx.saved_tensors
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             # The cast of the transpose: the compiler would merge two equal casts and keep the result.

@@ -212,7 +212,10 @@ def test_learned_positions_and_user_models_are_rejected(
     shape = replace(SHAPE, pos_emb="learned", max_seq_len=64)
     for config, text in (
         (shape, r"64 learned positions, fewer than --seq_length="),
-        (replace(SHAPE, model_builder="a:b"), r"cannot be used with --model_builder=a:b"),
+        (
+            replace(SHAPE, model_builder="a:b"),
+            r"is of --model_builder=a:b, whose head is not supported",
+        ),
     ):
         found = Trained(tmp_path, config)
         monkeypatch.setattr(distill_module, "open_trained", lambda *_, found=found: found)
