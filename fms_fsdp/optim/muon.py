@@ -64,19 +64,21 @@ class Muon(ShardedOptimizer):
             mean.lerp_(grad, 1 - group["momentum"])
             directions.append(grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
             weights.append(weight.mul_(1 - group["lr"] * group["weight_decay"]))
+
         for ranks, indices in shard_groups(params).items():
+            # At a time as many matrices as there are ranks: each orthogonalizes one.
             size = ranks.size() if ranks else 1
-            for batch in (indices[i : i + size] for i in range(0, len(indices), size)):
+            for first in range(0, len(indices), size):
+                batch = indices[first : first + size]
+                matrices = [params[i] for i in batch]
                 shards = [directions[i] for i in batch]
-                updates = _orthogonalize(
-                    ranks, [params[i] for i in batch], shards, group["ns_steps"]
-                )
+                updates = _orthogonalize(ranks, matrices, shards, group["ns_steps"])
                 for i, update in zip(batch, updates, strict=True):
                     rows, columns = params[i].shape
-                    is_rms = group["scale"] == "rms"
-                    scale = (
-                        0.2 * max(rows, columns) ** 0.5 if is_rms else max(1, rows / columns) ** 0.5
-                    )
+                    if group["scale"] == "rms":
+                        scale = 0.2 * max(rows, columns) ** 0.5
+                    else:
+                        scale = max(1, rows / columns) ** 0.5
                     weights[i].add_(update, alpha=-group["lr"] * scale)
 
 
@@ -90,9 +92,10 @@ def _orthogonalize(
     if group is None:
         return [orthogonalize(shard, num_steps) for shard in shards]
     rank = group.rank()
-    sizes = [shard_sizes(param) for param in params] + [[0] * group.size()] * (
-        group.size() - len(params)
-    )
+    # Elements of each matrix on each rank; ranks without a matrix receive nothing.
+    sizes = [shard_sizes(param) for param in params]
+    while len(sizes) < group.size():
+        sizes.append([0] * group.size())
     of_my_matrix = sizes[rank]
     of_my_shards = [size[rank] for size in sizes]
     sent = to_group_device(torch.cat([shard.bfloat16().flatten() for shard in shards]), params[0])

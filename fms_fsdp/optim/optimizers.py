@@ -51,8 +51,9 @@ class Optimizers:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model = model
         self.optimizers = list(optimizers)
-        for group in (group for each in self.optimizers for group in each.param_groups):
-            group["base_lr"] = float(group["lr"])
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["base_lr"] = float(group["lr"])
 
     def step(
         self,
@@ -77,7 +78,8 @@ class Optimizers:
                 else:
                     group["lr"] = learning_rate(group["base_lr"])
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            if is_fused := _is_fused(optimizer):
+            is_fused = _is_fused(optimizer)
+            if is_fused:
                 optimizer.found_inf = is_bad.to(params[0].device, torch.float32)
             if clip_factor is not None:
                 if is_fused and params[0].device.type == "cuda":
@@ -97,7 +99,11 @@ class Optimizers:
         found: dict[str, Any] = get_optimizer_state_dict(
             self._model, self.optimizers, options=_FLAT
         )
-        return {key[6:]: found[key] for key in sorted(found) if key.startswith("state.")}
+        tensors = {}
+        for key in sorted(found):
+            if key.startswith("state."):
+                tensors[key.removeprefix("state.")] = found[key]
+        return tensors
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns `tensors()`, but leaves an optimizer that has not created its state without state.
@@ -105,15 +111,15 @@ class Optimizers:
         torch creates the state by a step with gradients and a learning rate of 0. Without a weight
         decay of 0 too, coupled decay would become momentum.
         """
-        lazy = [optimizer for optimizer in self.optimizers if not optimizer.state]
-        groups = [group for optimizer in lazy for group in optimizer.param_groups]
+        without_state = [optimizer for optimizer in self.optimizers if not optimizer.state]
+        groups = [group for optimizer in without_state for group in optimizer.param_groups]
         decays = [group.get("weight_decay", 0.0) for group in groups]
         for group in groups:
             group["weight_decay"] = 0.0
         state = self.tensors()
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = decay
-        for optimizer in lazy:
+        for optimizer in without_state:
             optimizer.state.clear()
         return state
 
@@ -125,8 +131,10 @@ class Optimizers:
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer reads `found_inf` and `grad_scale` on the device, the attributes
-    that torch.amp.GradScaler sets."""
+    """Returns whether the optimizer reads `found_inf` and `grad_scale` on the device.
+
+    torch.amp.GradScaler sets these attributes.
+    """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -162,18 +170,30 @@ def build_optimizers(
         from fms_fsdp.optim.stochastic_rounding import RoundedAdamW, check_rounding
 
         check_rounding(precision, config)
-        rounded = partial(RoundedAdamW, names=params, precision=precision, seed=seed)
-        factory = partial(rounded, decoupled=name == "adamw", compiled=compiled)
+        factory = partial(
+            RoundedAdamW,
+            names=params,
+            precision=precision,
+            seed=seed,
+            decoupled=name == "adamw",
+            compiled=compiled,
+        )
         return Optimizers(model, [_build(name, config, params, factory)])
     if name != "muon":
         return Optimizers(model, [_build(name, config, params)])
-    is_hidden = {key: p.ndim == 2 and key.startswith("blocks.") for key, p in params.items()}
-    hidden = {key: p for key, p in params.items() if is_hidden[key]}
-    others = {key: p for key, p in params.items() if not is_hidden[key]}
-    if not hidden:
+    hidden_matrices = {}
+    others = {}
+    for key, param in params.items():
+        if param.ndim == 2 and key.startswith("blocks."):
+            hidden_matrices[key] = param
+        else:
+            others[key] = param
+    if not hidden_matrices:
         raise UserError("--optimizer=muon requires matrices in blocks; use --optimizer=adamw")
-    split = {"muon": hidden, "adamw": others}
-    return Optimizers(model, [_build(key, config, part) for key, part in split.items() if part])
+    optimizers = [_build("muon", config, hidden_matrices)]
+    if others:
+        optimizers.append(_build("adamw", config, others))
+    return Optimizers(model, optimizers)
 
 
 def _build(
@@ -190,12 +210,17 @@ def _build(
             arguments["fused"] = not any(p.is_meta for p in params.values())
         elif ":" not in name and "foreach" in inspect.signature(factory).parameters:
             arguments["foreach"] = True  # torch's default for DTensors is a loop
-    groups: dict[float, dict[str, Any]] = {}
+    groups: dict[float, dict[str, Any]] = {}  # by weight decay
     for key, param in params.items():
-        is_embedding = key.startswith(("embed.", "distance_bias."))
-        decays = config.decay_embeddings or not is_embedding
-        decay = config.weight_decay if (config.decay_norms if param.ndim < 2 else decays) else 0.0
-        groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(param)
+        if param.ndim < 2:  # norms and biases
+            decays = config.decay_norms
+        elif key.startswith(("embed.", "distance_bias.")):
+            decays = config.decay_embeddings
+        else:
+            decays = True
+        decay = config.weight_decay if decays else 0.0
+        group = groups.setdefault(decay, {"params": [], "weight_decay": decay})
+        group["params"].append(param)
     optimizer = factory(list(groups.values()), **arguments)
     if ":" not in name and not optimizer.state and not arguments.get("dampening"):
         _create_state(optimizer, factory, arguments)
@@ -216,14 +241,13 @@ def _create_state(
     example.step()
     for group in optimizer.param_groups:
         for param in group["params"]:
+            step_device = param.device if arguments.get("fused") else None
             for key, value in example.state[probe].items():
                 if key == "step":
-                    device = param.device if arguments.get("fused") else None
-                    optimizer.state[param][key] = torch.zeros(
-                        (), dtype=torch.float32, device=device
-                    )
+                    initial = torch.zeros((), dtype=torch.float32, device=step_device)
                 else:
-                    optimizer.state[param][key] = torch.full_like(param, value.item())
+                    initial = torch.full_like(param, value.item())
+                optimizer.state[param][key] = initial
 
 
 def own_optimizers() -> dict[str, Factory]:
@@ -279,15 +303,20 @@ def optimizer_arguments(name: str, config: OptimConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for key, flags in _FLAGS.items():
         values = tuple(getattr(config, flag) for flag in flags)
+        defaults = tuple(getattr(OptimConfig(), flag) for flag in flags)
+        if key == "betas" and key in taken:
+            arguments[key] = values
         # the eps of torch's Adafactor is two numbers, which no flag can express
-        if key in taken and (key == "betas" or not isinstance(taken[key].default, tuple)):
-            arguments[key] = values if key == "betas" else values[0]
-        elif ":" in name and values != tuple(getattr(OptimConfig(), flag) for flag in flags):
+        elif key in taken and not isinstance(taken[key].default, tuple):
+            arguments[key] = values[0]
+        elif ":" in name and values != defaults:
             raise UserError(
                 f"--{flags[0]} has no effect on --optimizer={name}, which takes no {key}; remove it"
             )
     free = [key for key in taken if key not in _FIXED | arguments.keys()]
-    for item in config.optimizer_kwargs if name == config.optimizer else ():
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature)
+    kwargs = config.optimizer_kwargs if name == config.optimizer else ()  # not for Muon's AdamW
+    for item in kwargs:
         key, equals, text = item.partition("=")
         if not equals:
             raise UserError(
@@ -296,10 +325,10 @@ def optimizer_arguments(name: str, config: OptimConfig) -> dict[str, Any]:
         if key in arguments:
             own = " and --".join(_FLAGS.get(key, (key,)))
             raise UserError(f"--optimizer_kwargs={shown(item)} has a flag of its own; use --{own}")
-        if key not in free and not any(p.kind is p.VAR_KEYWORD for p in signature):
-            rule = (
-                must_be_one_of(free, key, cutoff=0.0) if free else "must be removed: it takes none"
-            )
+        if key not in free and not takes_any:
+            rule = "must be removed: it takes none"
+            if free:
+                rule = must_be_one_of(free, key, cutoff=0.0)
             raise UserError(f"--optimizer_kwargs={shown(item)} of --optimizer={name} {rule}")
         arguments[key] = _parse(text, taken[key]) if key in taken else text
     return arguments
@@ -342,9 +371,9 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
     ) as error:
         if isinstance(error, UserError) and str(error).startswith("--"):
             raise
-        kwargs = f" --optimizer_kwargs={joined(config.optimizer_kwargs)}" * bool(
-            config.optimizer_kwargs
-        )
+        kwargs = ""
+        if config.optimizer_kwargs:
+            kwargs = f" --optimizer_kwargs={joined(config.optimizer_kwargs)}"
         raise UserError(
             f"--optimizer={config.optimizer}{kwargs} cannot be built: {error}; correct the function or "
             "--optimizer_kwargs"
@@ -355,9 +384,11 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
 def state_bytes(config: OptimConfig, model: TransformerConfig, precision: Precision = FP32) -> int:
     """Estimates the bytes of the full optimizer state."""
     units = num_params_by_unit(model)
+    in_blocks = model.num_layers * units["block"]
+    outside = units["embed"] + units["head"]
     total = 0.0
-    counts = {"blocks": model.num_layers * units["block"], "embed": units["embed"] + units["head"]}
     for name, value in example_state(config, precision).items():
-        per_param = value.nbytes / _EXAMPLE_SIZE**2
-        total += per_param * counts[name.partition(".")[0]] if value.ndim else 0
+        if value.ndim:  # step counts are not worth counting
+            bytes_per_param = value.nbytes / _EXAMPLE_SIZE**2
+            total += bytes_per_param * (in_blocks if name.startswith("blocks.") else outside)
     return round(total)

@@ -66,23 +66,33 @@ def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = Fa
     """
     spans = {name: parse_duration(name, text) for name, text in config.durations().items()}
     units = {span.unit for span in spans.values()}
-    in_tokens = bool(units & {"samples", "tokens"}) or (in_tokens and "steps" not in units)
+    if units & {"samples", "tokens"}:
+        in_tokens = True
+    elif "steps" in units:
+        in_tokens = False
 
     def position(step: int) -> int:
+        """Returns the end of a step in the unit of the milestones."""
         return run.tokens_at(step) if in_tokens and step > 0 else step
 
     def steps(name: str) -> int:
         number, unit = spans[name]
-        return math.ceil(number * (run.num_steps if unit == "fraction" else 1))
+        if unit == "fraction":
+            number *= run.num_steps
+        return math.ceil(number)
 
     def length(name: str, default: int) -> int:
         """Returns the length of a span that begins with the run."""
         if name not in spans:
             return position(default)
         number, unit = spans[name]
-        if unit in ("samples", "tokens"):
-            return int(number) * (run.seq_length if unit == "samples" else 1)
-        return position(steps(name))
+        match unit:
+            case "tokens":
+                return int(number)
+            case "samples":
+                return int(number) * run.seq_length
+            case _:
+                return position(steps(name))
 
     warmup = length("warmup", min(2000, max(1, run.num_steps // 20)))
     last_step = run.num_steps - config.constant_steps
@@ -130,11 +140,9 @@ class Schedule:
         points = self.milestones
         minimum = self.config.min_ratio
         decay_length = max(1, points.decay_end - points.decay_start)
-        p = (
-            max(0, position - points.decay_start) / decay_length
-            if position < points.decay_end
-            else 1.0
-        )
+        p = 1.0
+        if position < points.decay_end:
+            p = max(0, position - points.decay_start) / decay_length
         n = (position - points.warmup) / max(1, points.step_size)
         match config.lr_schedule:
             case "constant":
@@ -149,5 +157,10 @@ class Schedule:
                 return max(minimum, math.pow(config.lr_gamma, n))
             case "cosine":
                 return minimum + (1 - minimum) * (0.5 * (1 + math.cos(math.pi * p)))
-        power: float = {"square": 2.0, "polynomial": config.lr_power}.get(config.lr_schedule, 1)
+            case "square":
+                power = 2.0
+            case "polynomial":
+                power = config.lr_power
+            case _:  # linear, wsd
+                power = 1.0
         return minimum + (1 - minimum) * float((1 - p) ** power)

@@ -74,14 +74,14 @@ def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tens
 def _chunks(param: torch.Tensor, key: int, tensors: Tensors, size: int = 0) -> Iterator[Chunk]:
     """Splits local tensors of the shape of the parameter's shard into chunks of about `size` elements."""
     local = local_shard(param)
-    size = size or (1 << 18 if local.device.type == "cpu" else 1 << 25)
+    if not size:
+        size = 1 << 18 if local.device.type == "cpu" else 1 << 25
     kind: dict[str, Any] = {"dtype": torch.int32, "device": local.device}
     rows, *others = [torch.arange(part.start, part.stop, **kind) for part in shard_slices(param)]
     key_tensor = torch.full((), key >> 33, **kind)
-    at_once = max(1, size // max(1, math.prod(local.shape[1:])))
-    for *parts, indices in zip(
-        *(torch.split(each, at_once) for each in (*tensors, rows)), strict=True
-    ):
+    rows_per_chunk = max(1, size // max(1, math.prod(local.shape[1:])))
+    split = [torch.split(each, rows_per_chunk) for each in (*tensors, rows)]
+    for *parts, indices in zip(*split, strict=True):
         if parts[0].numel():
             yield parts, [key_tensor, indices, *others]
 
@@ -141,7 +141,8 @@ class RoundedAdamW(ShardedOptimizer):
     ) -> None:
         self._seed = seed
         self._mode = (decoupled, precision.stochastic_rounding)
-        self._compiled, self._update = compiled, compile_update() if compiled else adamw_update
+        self._compiled = compiled
+        self._update = compile_update() if compiled else adamw_update
         self._dtype = torch.bfloat16 if precision.state == "bf16" else torch.float32
         self._hashes = {param: hash64(name) for name, param in names.items()}
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -167,27 +168,29 @@ class RoundedAdamW(ShardedOptimizer):
                 state["step"] -= 1
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
-        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        decay = group["weight_decay"]
         root = math.sqrt(1 - beta2**step)
-        size = lr / (1 - beta1**step)
+        step_size = lr / (1 - beta1**step)
         eps = group["eps"]
         scalars = [
-            [1 - lr * decay, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, eps, size, 0.0],
+            [1 - lr * decay, decay, beta1, 1 - beta1, beta2, 1 - beta2, root, eps, step_size, 0.0],
             [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, root, eps, 0.0, 1.0],  # of a skipped step
         ]
         device = local_shard(params[0]).device
         moves, skips = torch.tensor(scalars, dtype=torch.float32).to(device, non_blocking=True)
-        chosen = moves if self.found_inf is None else torch.where(self.found_inf > 0, skips, moves)
-        numbers = [number.clone() for number in chosen]
+        if self.found_inf is not None:
+            moves = torch.where(self.found_inf > 0, skips, moves)
+        numbers = [number.clone() for number in moves]
         if self.grad_scale is not None:
             numbers.append(self.grad_scale)
         for param, state in zip(params, states, strict=True):
             kept = local_shards((param, state["exp_avg"], state["exp_avg_sq"], param.grad))
             key = derive_key(self._seed, step, self._hashes[param])
-            # compiled code needs no temporary fp32 copies
-            for chunk, position in _chunks(
-                param, key, kept, kept[0].numel() if self._compiled else 0
-            ):
+            # Chunks bound the temporary fp32 copies, which compiled code does not need.
+            size = kept[0].numel() if self._compiled else 0
+            for chunk, position in _chunks(param, key, kept, size):
                 self._update(chunk, numbers, position, *self._mode)
 
 
@@ -205,9 +208,8 @@ def adamw_update(
     keeps bf16 values.
     """
     shrink, decay, beta1, rest1, beta2, rest2, root, eps, size, is_skipped, *scale = numbers
-    weight, mean, square, grad = wide = [
-        tensor.float() for tensor in tensors
-    ]  # fp32 ones change in place
+    wide = [tensor.float() for tensor in tensors]  # fp32 ones change in place
+    weight, mean, square, grad = wide
     for divisor in scale:
         grad.div_(divisor)
     grad.masked_fill_(is_skipped > 0, 0.0)  # it is not finite
@@ -247,14 +249,10 @@ class RoundedWeights:
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
         params = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-        self._weights = [
-            (
-                hash64(f"copy of {name}"),
-                p,
-                torch.empty_like(local_shard(p), dtype=torch.int16, requires_grad=False),
-            )
-            for name, p in params.items()
-        ]
+        self._weights = list[tuple[int, nn.Parameter, torch.Tensor]]()  # hash, weight, lower bits
+        for name, param in params.items():
+            lower = torch.empty_like(local_shard(param), dtype=torch.int16, requires_grad=False)
+            self._weights.append((hash64(f"copy of {name}"), param, lower))
 
     @contextmanager
     def rounded(self, step: int) -> Iterator[None]:
