@@ -120,16 +120,18 @@ def read_chat_settings(folder: Path) -> ChatSettings:
             "it"
         )
     generation = _content(folder / "generation_config.json")
-    others = [name for name, value in generation.items() if value is not None]
+    not_carried = []
+    for name in sorted(generation):
+        is_known = name in _KNOWN or name.startswith("_")
+        if generation[name] is not None and not is_known:
+            not_carried.append(name)
     return ChatSettings(
         source=str(folder),
         chat_template=template or "",
         bos_token=token_text(settings, "bos_token"),
         pad_token=token_text(settings, "pad_token"),
         end_ids=end_ids(folder),
-        not_carried=tuple(
-            name for name in sorted(others) if name not in _KNOWN and not name.startswith("_")
-        ),
+        not_carried=tuple(not_carried),
     )
 
 
@@ -155,17 +157,26 @@ def parse_chat_settings(data: bytes, source: str) -> ChatSettings:
     """
     try:
         found = ChatSettings(**json.loads(data))
-        lists = found.end_ids, found.not_carried
-        texts = [found.source, found.bos_token, found.pad_token, *found.not_carried]
-        is_valid = all(isinstance(each, list | tuple) for each in lists)
-        is_valid = is_valid and all(isinstance(each, str) for each in texts)
-        is_valid = is_valid and all(type(each) is int and each >= 0 for each in found.end_ids)
-        is_valid = is_valid and isinstance(found.chat_template, str | list)
+        is_valid = _is_valid(found)
     except (ValueError, TypeError, RecursionError):
         is_valid = False
     if not is_valid:
         raise UserError(f"{source} was not written by prepare; restore or remove the file")
     return found
+
+
+def _is_valid(settings: ChatSettings) -> bool:
+    """Returns whether the values have the types that ChatSettings declares; JSON may hold any."""
+    for value in (settings.end_ids, settings.not_carried):
+        if not isinstance(value, list | tuple):
+            return False
+    for number in settings.end_ids:
+        if type(number) is not int or number < 0:
+            return False
+    texts = [settings.source, settings.bos_token, settings.pad_token, *settings.not_carried]
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    return isinstance(settings.chat_template, str | list)
 
 
 def merged(first: ChatSettings, second: ChatSettings) -> ChatSettings:

@@ -30,9 +30,8 @@ class Family:
     model_type: str
     architecture: str
     fields: Mapping[str, str]  # field of config.json -> our option with the same value
-    defaults: Mapping[
-        str, Any
-    ]  # values of absent fields in transformers; other fields are required
+    # values of absent fields in transformers; other fields are required
+    defaults: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # our options that the class fixes
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # the only supported values
     also: str = ""  # fields that the code below reads, or that have no effect in this class
@@ -189,6 +188,7 @@ _TRAINING_ONLY = frozenset(
     "init_std attn_impl z_loss residual_scaled_init vocab_multiple_of dropout attn_dropout ffn_dropout "
     "relative_buckets relative_max_distance".split()
 )
+_EXPORTED = [each.name for each in fields(TransformerConfig) if each.name not in _TRAINING_ONLY]
 _LARGEST = {"vocab_size": 1 << 28, "max_seq_len": 1 << 22}  # others: 1 << 20
 
 
@@ -217,13 +217,16 @@ def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
         )
     family = FAMILIES[kind]
     _reject_unknown(family, content)
-    values = {
-        option: _read(family, content, name, option) for name, option in family.fields.items()
-    }
+    values = dict[str, Any]()
+    for name, option in family.fields.items():
+        values[option] = _read(family, content, name, option)
     values |= family.options
-    values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * values["hidden_size"]
-    values["num_kv_heads"] = values.get("num_kv_heads") or values["num_attention_heads"]
-    values["head_dim"] = values.get("head_dim") or 0
+    if not values["ffn_hidden_size"]:
+        values["ffn_hidden_size"] = 4 * values["hidden_size"]
+    if not values.get("num_kv_heads"):
+        values["num_kv_heads"] = values["num_attention_heads"]
+    if not values.get("head_dim"):
+        values["head_dim"] = 0
     if not values["head_dim"] and values["hidden_size"] % values["num_attention_heads"]:
         raise UserError("hidden_size must be divisible by the number of attention heads")
     if values["num_attention_heads"] % values["num_kv_heads"]:
@@ -235,15 +238,16 @@ def config_from_hf(content: Mapping[str, Any]) -> TransformerConfig:
             raise UserError(f"{names} must be equal, true or false")
         values["bias"] = biases[0]
     values["attn_window"] = _sliding_window(family, content, values["num_layers"])
-    if kind in ("gpt2", "gpt_neox"):
-        values["activation"] = _activation(
-            content, "activation_function" if kind == "gpt2" else "hidden_act"
-        )
-    if kind == "gpt2" and (embedding := content.get("embd_pdrop", 0.1)) != values["dropout"]:
-        raise UserError(
-            f"embd_pdrop={_text(embedding)} must equal resid_pdrop={values['dropout']}, because "
-            "--dropout sets both; edit config.json"
-        )
+    if kind == "gpt_neox":
+        values["activation"] = _activation(content, "hidden_act", default="gelu")
+    if kind == "gpt2":
+        values["activation"] = _activation(content, "activation_function", default="gelu_new")
+        embedding_dropout = content.get("embd_pdrop", 0.1)
+        if embedding_dropout != values["dropout"]:
+            raise UserError(
+                f"embd_pdrop={_text(embedding_dropout)} must equal resid_pdrop={values['dropout']}, "
+                "because --dropout sets both; edit config.json"
+            )
     values |= _rope(family, content, values["max_seq_len"])
     config = TransformerConfig(**values)
     if config.pos_emb == "rope" and (config.rotary_dim % 2 or not config.rotary_dim):
@@ -265,8 +269,10 @@ def _same(value: Any, allowed: Any) -> bool:
 
 
 def _reject_unknown(family: Family, content: Mapping[str, Any]) -> None:
-    """Raises UserError for a field that the family does not list. Null means not set, and false means
-    off, unless false changes the computation of the class."""
+    """Raises UserError for a field that the family does not list.
+
+    Null means not set, and false means off, unless false changes the computation of the class.
+    """
     names = [*family.fields, *family.also.split(), *_HARMLESS]
     if family.theta is not None:
         names += [*family.theta[0], *family.fraction[0], "rope_scaling", "rope_parameters"]
@@ -280,10 +286,10 @@ def _reject_unknown(family: Family, content: Mapping[str, Any]) -> None:
                 "model with fp32, bf16 or fp16 weights"
             )
         allowed = allowed_values.get(name, ())
-        is_off = name not in family.only and (
-            value is None or (value is False and name not in _FALSE_MATTERS)
-        )
-        if name in names or is_off or any(_same(value, each) for each in allowed):
+        if name in names or any(_same(value, each) for each in allowed):
+            continue
+        is_off = value is None or (value is False and name not in _FALSE_MATTERS)
+        if is_off and name not in family.only:
             continue
         rule = f"{_text(name)}={_text(value)} is not supported for {family.model_type}"
         if allowed:
@@ -310,8 +316,8 @@ def _read(family: Family, content: Mapping[str, Any], name: str, option: str) ->
     return value
 
 
-def _activation(content: Mapping[str, Any], name: str) -> str:
-    value = content.get(name, "gelu_new" if name == "activation_function" else "gelu")
+def _activation(content: Mapping[str, Any], name: str, default: str) -> str:
+    value = content.get(name, default)
     if not isinstance(value, str) or value not in _GELUS:
         raise UserError(f"{name}={_text(value)} must be one of {', '.join(_GELUS)}")
     return _GELUS[value]
@@ -319,7 +325,9 @@ def _activation(content: Mapping[str, Any], name: str) -> str:
 
 def _sliding_window(family: Family, content: Mapping[str, Any], num_layers: int) -> int:
     """Returns the attention window of all layers, 0 for none."""
-    window = content.get("sliding_window", 4096) if family.model_type == "mistral" else None
+    window = None
+    if family.model_type == "mistral":
+        window = content.get("sliding_window", 4096)
     if window is not None and not (type(window) is int and 1 <= window <= 1 << 31):
         raise UserError(f"sliding_window={_text(window)} must be a positive integer or null")
     if content.get("use_sliding_window") not in (None, False):
@@ -327,7 +335,8 @@ def _sliding_window(family: Family, content: Mapping[str, Any], num_layers: int)
             f"use_sliding_window={_text(content['use_sliding_window'])} must be false, because our "
             "models have a window in every layer or in none"
         )
-    if (types := content.get("layer_types")) is not None:
+    types = content.get("layer_types")
+    if types is not None:
         expected = "sliding_attention" if window else "full_attention"
         if types != [expected] * num_layers:
             raise UserError(
@@ -344,16 +353,20 @@ _ROPE_KEYS = {  # of each rope_type: the keys it needs
 
 
 def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """Returns rope_theta, rope_pct and rope_scaling; transformers 4 and 5 spell them differently, and a file
-    may hold both spellings, which must agree."""
+    """Returns rope_theta, rope_pct and rope_scaling.
+
+    Transformers 4 and 5 spell them differently, and a file may hold both spellings, which must agree.
+    """
     if family.theta is None:
         return {}
     found: dict[str, Any] = {}
     for table in ("rope_parameters", "rope_scaling"):
-        if not isinstance(values := content.get(table) or {}, dict):
+        values = content.get(table) or {}
+        if not isinstance(values, dict):
             raise UserError(f"{table}={_text(values)} must be an object")
         for name, value in values.items():
-            name = "rope_type" if name == "type" else name
+            if name == "type":  # of older files
+                name = "rope_type"
             if value is not None and found.setdefault(name, value) != value:
                 raise UserError(
                     f"{table}.{_text(name)}={_text(value)} contradicts {_text(found[name])}; "
@@ -377,7 +390,8 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
             f"rope_type={_text(kind)} is not supported; it must be one of {', '.join(_ROPE_KEYS)}"
         )
     known = {"rope_theta", "partial_rotary_factor", *_ROPE_KEYS[kind]}
-    known |= {"original_max_position_embeddings"} if kind == "llama3" else set()
+    if kind == "llama3":
+        known.add("original_max_position_embeddings")
     for name, value in found.items():
         if name not in known:
             raise UserError(
@@ -390,11 +404,13 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
     fraction = float(found["partial_rotary_factor"])
     if theta < 1:
         raise UserError(f"rope_theta={theta:g} must be at least 1")
-    if fraction > 1 or (fraction < 1 and family.model_type != "gpt_neox"):
-        limit = "at most 1" if fraction > 1 else f"1 for {family.model_type}"
-        raise UserError(f"partial_rotary_factor={fraction:g} must be {limit}")
-    if missing := [name for name in _ROPE_KEYS[kind] if name not in found]:
-        raise UserError(f"{missing[0]} is missing for rope_type={kind}; add it to config.json")
+    if fraction > 1:
+        raise UserError(f"partial_rotary_factor={fraction:g} must be at most 1")
+    if fraction < 1 and family.model_type != "gpt_neox":
+        raise UserError(f"partial_rotary_factor={fraction:g} must be 1 for {family.model_type}")
+    for name in _ROPE_KEYS[kind]:
+        if name not in found:
+            raise UserError(f"{name} is missing for rope_type={kind}; add it to config.json")
     factor = float(found.get("factor", 1.0))
     scaling = None
     if factor < 1:
@@ -404,7 +420,8 @@ def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[
     if kind == "linear" and factor > 1:
         scaling = RopeScaling(factor, kind="linear")
     elif kind == "llama3":
-        low, high = float(found["low_freq_factor"]), float(found["high_freq_factor"])
+        low = float(found["low_freq_factor"])
+        high = float(found["high_freq_factor"])
         if low >= high:
             raise UserError(f"low_freq_factor={low:g} must be below high_freq_factor={high:g}")
         original = int(found.get("original_max_position_embeddings", max_seq_len))
@@ -424,12 +441,10 @@ def find_family(config: TransformerConfig) -> Family:
             back = config_from_hf(_fields(config, family))
         except UserError:  # this family cannot express the sizes
             continue
-        names = [each.name for each in fields(TransformerConfig) if each.name not in _TRAINING_ONLY]
-        lost = {
-            name: getattr(back, name)
-            for name in names
-            if getattr(back, name) != getattr(config, name)
-        }
+        lost = dict[str, Any]()  # the options that the file cannot express, and what it would say
+        for name in _EXPORTED:
+            if getattr(back, name) != getattr(config, name):
+                lost[name] = getattr(back, name)
         if not lost:
             return family
         if nearest is None or len(lost) < len(nearest[1]):
@@ -465,8 +480,11 @@ def config_to_hf(
 
 
 def _fields(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """Returns the fields of config.json that say the model. RoPE is written in both spellings: transformers 4
-    would otherwise fall back to a theta of 10,000 silently."""
+    """Returns the fields of config.json that say the model.
+
+    RoPE is written in both spellings: transformers 4 would otherwise fall back to a theta of 10,000
+    silently.
+    """
     content: dict[str, Any] = {"model_type": family.model_type}
     content |= {name: getattr(config, option) for name, option in family.fields.items()}
     content |= {name: values[0] for name, values in family.only.items()}
@@ -476,29 +494,35 @@ def _fields(config: TransformerConfig, family: Family) -> dict[str, Any]:
         content["sliding_window"] = config.attn_window or None
     if family.model_type in ("qwen2", "qwen3"):
         content["use_sliding_window"] = False
-    if family.model_type in ("gpt2", "gpt_neox"):
-        name = "activation_function" if family.model_type == "gpt2" else "hidden_act"
-        gelus = {
-            ours: theirs for theirs, ours in reversed(_GELUS.items())
-        }  # the first name of each
-        if family.model_type == "gpt_neox":
-            gelus["gelu_tanh"] = "gelu_fast"  # as in NeoX-20B
-        content[name] = gelus.get(config.activation, "gelu")
+    gelus = {ours: theirs for theirs, ours in reversed(_GELUS.items())}  # the first name of each
     if family.model_type == "gpt2":
+        content["activation_function"] = gelus.get(config.activation, "gelu")
         content["embd_pdrop"] = config.dropout
+    if family.model_type == "gpt_neox":
+        gelus["gelu_tanh"] = "gelu_fast"  # as in NeoX-20B
+        content["hidden_act"] = gelus.get(config.activation, "gelu")
     if family.theta is not None:
-        rope: dict[str, Any] = {"rope_type": "default"}
-        if (scaling := config.rope_scaling) is not None:
-            rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-            if scaling.kind == "llama3":
-                rope["low_freq_factor"] = scaling.low_freq_factor
-                rope["high_freq_factor"] = scaling.high_freq_factor
-                rope["original_max_position_embeddings"] = scaling.original_max_len
-        content["rope_scaling"] = dict(rope) if scaling is not None else None
-        rope["rope_theta"] = content[family.theta[0][0]] = content["rope_theta"] = config.rope_theta
-        if family.model_type == "gpt_neox":
-            rope["partial_rotary_factor"] = content["rotary_pct"] = config.rope_pct
-        content["rope_parameters"] = rope
+        content |= _rope_fields(config, family, theta_name=family.theta[0][0])
+    return content
+
+
+def _rope_fields(config: TransformerConfig, family: Family, theta_name: str) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            rope["low_freq_factor"] = scaling.low_freq_factor
+            rope["high_freq_factor"] = scaling.high_freq_factor
+            rope["original_max_position_embeddings"] = scaling.original_max_len
+    content: dict[str, Any] = {"rope_scaling": None if scaling is None else dict(rope)}
+    content[theta_name] = config.rope_theta
+    content["rope_theta"] = config.rope_theta
+    rope["rope_theta"] = config.rope_theta
+    if family.model_type == "gpt_neox":
+        content["rotary_pct"] = config.rope_pct
+        rope["partial_rotary_factor"] = config.rope_pct
+    content["rope_parameters"] = rope
     return content
 
 
@@ -506,9 +530,7 @@ def check_matches_checkpoint(
     config: TransformerConfig, checkpoint: TransformerConfig, section: ModelConfig
 ) -> None:
     """Raises UserError if the model of a run is not the one of the checkpoint that initializes it."""
-    for name in (
-        each.name for each in fields(TransformerConfig) if each.name not in _TRAINING_ONLY
-    ):
+    for name in _EXPORTED:
         expected = getattr(checkpoint, name)
         value = getattr(config, name)
         if value != expected and name not in ("vocab_size", "max_seq_len"):

@@ -105,26 +105,27 @@ def _export(config: ExportConfig, checkpoint: Checkpoint) -> None:
     model = checkpoint.metadata.run.model
     weights = weight_map(model)
     check_output_is_new(output)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    numbers = {name: number for number, name in enumerate(weights, 1)}
+    max_bytes = int(config.max_shard_gb * 1e9)
     with write_folder(output) as partial_folder, ThreadPoolExecutor(1) as pool:
         check = pool.submit(corrupt_files, checkpoint.folder)
         try:
-            shapes = {name: weight.shape for name, weight in weights.items()}
             reader = CheckpointReader(checkpoint.folder)
-            numbers = {n: i for i, n in enumerate(weights)}
+
+            def read_ours(name: str) -> torch.Tensor:
+                return load_tensor(reader, f"model.{name}")
 
             def read(name: str) -> torch.Tensor:
-                rewrite_line(f"{numbers[name] + 1} of {len(weights)} weights")
-                return fuse(
-                    model, weights[name].ours, lambda part: load_tensor(reader, f"model.{part}")
-                )
+                rewrite_line(f"{numbers[name]} of {len(weights)} weights")
+                return fuse(model, weights[name].ours, read_ours)
 
-            save_weights(
-                partial_folder, shapes, DTYPES[config.dtype], int(config.max_shard_gb * 1e9), read
-            )
+            save_weights(partial_folder, shapes, DTYPES[config.dtype], max_bytes, read)
             rewrite_line("")
             note = _write_description(checkpoint, partial_folder, config.dtype)
         finally:  # whatever fails on a corrupt checkpoint is reported as corruption
-            if wrong := check.result():
+            wrong = check.result()
+            if wrong:
                 raise CorruptCheckpoint(checkpoint.folder, wrong[0])
     if note:
         print(f"note: {note}", file=sys.stderr)
@@ -173,15 +174,20 @@ def _card(checkpoint: Checkpoint) -> str:
     saved = checkpoint.metadata
     record = checkpoint.metadata.run
     data = record.config.data
-    facts: dict[str, object] = {"step": saved.step, "tokens seen": saved.tokens_seen}
-    facts |= {"parameters": num_params(record.model), "context": record.model.max_seq_len}
-    facts |= {"validation loss": saved.validation_loss, "data": data.data_path}
-    facts |= {"sources": list(data.datasets) or "all", "weights": list(data.weights) or "by size"}
-    facts |= {f"version of {name}": text for name, text in record.versions.items()}
-    facts |= {"digest of the tokenizer": record.tokenizer or None}
+    facts: dict[str, object] = {
+        "step": saved.step,
+        "tokens seen": saved.tokens_seen,
+        "parameters": num_params(record.model),
+        "context": record.model.max_seq_len,
+        "validation loss": saved.validation_loss,
+        "data": data.data_path,
+        "sources": list(data.datasets) or "all",
+        "weights": list(data.weights) or "by size",
+    }
+    for name, version in record.versions.items():
+        facts[f"version of {name}"] = version
+    facts["digest of the tokenizer"] = record.tokenizer or None
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
-    flags = "\n".join(
-        shlex.quote(f"--{name}={typed(value)}")
-        for name, value in flag_values(record.config).items()
-    )
+    values = flag_values(record.config)
+    flags = "\n".join(shlex.quote(f"--{name}={typed(value)}") for name, value in values.items())
     return f"{_CARD}{rows}\n\nAll flags of the training:\n\n```text\n{flags}\n```\n"

@@ -18,8 +18,9 @@ _ROOT = str(Path(__file__).parents[2])  # the folder of the package
 
 
 class Exporter:
-    """Exports each checkpoint whose step is due, once it is complete, by `fms_fsdp export` in a
-    separate process of low priority. One at a time; a failure is logged.
+    """Exports each checkpoint whose step is due, once it is complete.
+
+    `fms_fsdp export` does it in a separate process of low priority, one at a time; a failure is logged.
 
     A launch that ends before its run does not wait: it drops a running export without a trace. The
     due steps are in exports/due.json, so the next launch makes their exports.
@@ -100,42 +101,49 @@ class Exporter:
         if self._running is not None and self._running[1].poll() is not None:
             step, process = self._running
             self._running = None
-            last = (process.communicate()[0].strip().splitlines() or [""])[-1]
+            output, _ = process.communicate()
             if process.returncode:
-                log.warning("step %d was not exported: %s", step, last)
+                last_line = output.strip().rpartition("\n")[2]
+                log.warning("step %d was not exported: %s", step, last_line)
             else:
                 log.info("exported %s", self._folder / f"step_{step}")
             self._drop(step)
         # os.path.isdir: a storage that fails now is asked again after the next step.
         ready = [step for step in self._due if os.path.isdir(self._checkpoints / f"step_{step}")]
         if self._running is None and ready:
-            folder = self._checkpoints / f"step_{ready[0]}"
-            try:
-                metadata = read_metadata(folder)
-            except (UserError, OSError) as error:  # e.g. deleted since
-                log.warning("step %d was not exported: %s", ready[0], error)
-                self._drop(ready[0])
+            step = ready[0]
+            problem = self._problem(step)
+            if problem:
+                log.warning("step %d was not exported: %s", step, problem)
+                self._drop(step)
                 return self._export_next()
-            if not metadata.is_healthy:
-                log.warning("step %d was not exported: it %s", ready[0], describe_health(metadata))
-                self._drop(ready[0])
-                return self._export_next()
-            self._running = ready[0], self._begin(ready[0])
+            self._running = step, self._begin(step)
         return self._running is not None
+
+    def _problem(self, step: int) -> str:
+        """Returns why the checkpoint of a step cannot be exported; "" if it can."""
+        try:
+            metadata = read_metadata(self._checkpoints / f"step_{step}")
+        except (UserError, OSError) as error:  # e.g. deleted since
+            return str(error)
+        if not metadata.is_healthy:
+            return f"it {describe_health(metadata)}"
+        return ""
 
     def _begin(self, step: int) -> subprocess.Popen[str]:
         output = self._folder / f"step_{step}"
         paths = os.pathsep.join([_ROOT, *filter(None, sys.path)])
+        settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         command = [sys.executable, "-m", "fms_fsdp", "export", f"--path={self._checkpoints}"]
+        command += [f"--step={step}", f"--output={output}"]
         process = subprocess.Popen(
-            [*command, f"--step={step}", f"--output={output}"],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             encoding="utf-8",
             errors="replace",  # the names that it prints may not be UTF-8
-            env=os.environ
-            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            env=os.environ | settings,
             start_new_session=True,
         )
         os.setpriority(os.PRIO_PROCESS, process.pid, 10)

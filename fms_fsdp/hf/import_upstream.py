@@ -54,7 +54,8 @@ def main(config: ImportConfig) -> None:
     check_output_is_new(output)
     if not source.exists():
         raise UserError(f"--path ({source}) does not exist; name a checkpoint of upstream fms-fsdp")
-    if (found := find_upstream_checkpoint(source)) is None:
+    found = find_upstream_checkpoint(source)
+    if found is None:
         rule = "is no checkpoint of upstream fms-fsdp (step_N_ckp or a .pth file)"
         raise UserError(
             f"--path ({source}) {rule}; a Hugging Face checkpoint is read in place: --init_from_hf"

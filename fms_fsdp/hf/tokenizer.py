@@ -24,6 +24,8 @@ from fms_fsdp.tokenizers.tokenizer import (
     token_text,
 )
 
+_FAST = "PreTrainedTokenizerFast"  # the class of transformers that reads tokenizer.json
+
 
 def find_hf_tokenizer(folder: Path) -> Tokenizer | None:
     """Returns the tokenizer of a checkpoint folder, None without one.
@@ -39,9 +41,11 @@ def find_hf_tokenizer(folder: Path) -> Tokenizer | None:
 
 def hf_used_tokenizer(folder: Path, name: str) -> UsedTokenizer:
     """Returns the tokenizer that the weights of a checkpoint were trained with, if it can be read."""
+    found = None
     with suppress(UserError):
-        if (found := find_hf_tokenizer(folder)) is not None:
-            return UsedTokenizer(name, found.vocabulary.digest, lambda: found)
+        found = find_hf_tokenizer(folder)
+    if found is not None:
+        return UsedTokenizer(name, found.vocabulary.digest, lambda: found)
     note_once(
         f"no tokenizer in {folder} can be read: it is not compared with the tokenizer of the data"
     )
@@ -61,9 +65,10 @@ def hf_text_rules(folder: Path, tokenizer: Tokenizer | None) -> TextRules:
     around = list[tuple[int, ...]]()
     settings = read_json_object(path) if path.is_file() else {}
     for key, usual in (("bos", "<s>"), ("eos", "</s>")):
-        is_added = settings.get(f"add_{key}_token") is True and tokenizer is not None
         text = token_text(settings, f"{key}_token") or usual
-        number = tokenizer.token_id(text) if is_added and tokenizer is not None else None
+        number = None
+        if settings.get(f"add_{key}_token") is True and tokenizer is not None:
+            number = tokenizer.token_id(text)
         around.append(() if number is None else (number,))
     return TextRules(around[0], around[1], ends)
 
@@ -75,63 +80,83 @@ def export_tokenizer(
     bos_id: int | None,
     chat: ChatSettings = NO_CHAT,
 ) -> str:
-    """Writes the files by which transformers.AutoTokenizer gives a text the ids of training, after `bos_id` if
-    there is one, and applies the chat template. Returns a note for the user, "" if all is well.
+    """Writes the tokenizer for transformers.AutoTokenizer; returns a note for the user, "" if all is well.
 
-    A sentencepiece model is converted by transformers: here if it is installed, else when it is loaded.
+    It gives a text the ids of training, after `bos_id` if there is one, and applies the chat template. A
+    sentencepiece model is converted by transformers: here if it is installed, else when it is loaded.
     """
     tokenizer.save(folder)
-    vocabulary = tokenizer.vocabulary
-    kind = "PreTrainedTokenizerFast"
     settings: dict[str, Any] = {"model_max_length": max_len}
-    if vocabulary.kind == "sentencepiece":
-        from sentencepiece import sentencepiece_model_pb2
-
-        model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-        model.ParseFromString((folder / "tokenizer.model").read_bytes())
-        is_bpe = model.trainer_spec.model_type == model.trainer_spec.BPE
-        kind = "LlamaTokenizer" if is_bpe else kind
-        settings |= {"legacy": False, "add_prefix_space": model.normalizer_spec.add_dummy_prefix}
-        names: dict[int, str] = {i: piece.piece for i, piece in enumerate(model.pieces)}
+    if tokenizer.vocabulary.kind == "sentencepiece":
+        own, names = _describe_sentencepiece(folder / "tokenizer.model")
+        settings |= own
     else:
-        path = folder / "tokenizer.json"
-        content = _BYTES if vocabulary.kind == "byte" else read_json_object(path)
-        vocab = content["model"]["vocab"]
-        pairs = (
-            vocab.items() if isinstance(vocab, dict) else ((x[0], i) for i, x in enumerate(vocab))
-        )
-        names = {number: piece for piece, number in pairs}
-        names |= {entry["id"]: entry["content"] for entry in content["added_tokens"]}
-        content = {**content, "truncation": None, "padding": None, "post_processor": None}
-        if bos_id is not None:
-            bos = names[bos_id]
-            single = [
-                {"SpecialToken": {"id": bos, "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-            ]
-            content["post_processor"] = {
-                "type": "TemplateProcessing",
-                "single": single,
-                "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
-            }
-        path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    settings |= {"tokenizer_class": kind, "eos_token": names[vocabulary.eos_id]}
+        settings["tokenizer_class"] = _FAST
+        names = _write_tokenizer_json(tokenizer, folder / "tokenizer.json", bos_id)
+    settings["eos_token"] = names[tokenizer.vocabulary.eos_id]
     settings |= chat.tokenizer_settings(tokenizer)
-    settings |= {"bos_token": names[bos_id]} if bos_id is not None else {}
+    if bos_id is not None:
+        settings["bos_token"] = names[bos_id]
     # llama.cpp adds a BOS token if nothing is said
     settings |= {"add_bos_token": bos_id is not None, "add_eos_token": False}
     settings |= {"clean_up_tokenization_spaces": False}
     settings |= {"model_input_names": ["input_ids", "attention_mask"]}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(settings, indent=1) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(settings, indent=1) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    return _compare_with_transformers(tokenizer, folder, bos_id)
+
+
+def _describe_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[int, str]]:
+    """Returns the fields of tokenizer_config.json for a model, and the text of each id."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    model.ParseFromString(path.read_bytes())
+    is_bpe = model.trainer_spec.model_type == model.trainer_spec.BPE
+    settings = {
+        "tokenizer_class": "LlamaTokenizer" if is_bpe else _FAST,
+        "legacy": False,
+        "add_prefix_space": model.normalizer_spec.add_dummy_prefix,
+    }
+    return settings, {number: piece.piece for number, piece in enumerate(model.pieces)}
+
+
+def _write_tokenizer_json(tokenizer: Tokenizer, path: Path, bos_id: int | None) -> dict[int, str]:
+    """Writes a tokenizer.json that adds `bos_id` alone; returns the text of each id."""
+    content = _BYTES if tokenizer.vocabulary.kind == "byte" else read_json_object(path)
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, dict):  # piece -> id
+        names = {number: piece for piece, number in vocab.items()}
+    else:  # [piece, score] by id
+        names = {number: entry[0] for number, entry in enumerate(vocab)}
+    names |= {entry["id"]: entry["content"] for entry in content["added_tokens"]}
+    content = {**content, "truncation": None, "padding": None, "post_processor": None}
+    if bos_id is not None:
+        bos = names[bos_id]
+        single = [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        }
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    return names
+
+
+def _compare_with_transformers(tokenizer: Tokenizer, folder: Path, bos_id: int | None) -> str:
+    """Returns how the exported tokenizer differs from that of training, "" if it does not."""
     try:
         from transformers import AutoTokenizer
 
         load: Any = AutoTokenizer.from_pretrained
         exported = load(folder, local_files_only=True)
-        if vocabulary.kind == "sentencepiece":  # for programs that read no tokenizer.model
+        if (
+            tokenizer.vocabulary.kind == "sentencepiece"
+        ):  # for programs that read no tokenizer.model
             content = exported.backend_tokenizer.to_str(pretty=True)
             (folder / "tokenizer.json").write_text(content, encoding="utf-8")
             exported = load(folder, local_files_only=True)

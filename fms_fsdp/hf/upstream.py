@@ -53,14 +53,18 @@ _INSIDE = {  # module upstream -> the Hugging Face modules whose rows it holds
 
 def find_upstream_checkpoint(path: Path) -> Path | None:
     """Returns the .pth file or DCP folder of the path, or the newest step_N_ckp in it; None without one."""
-    if path.is_file() or ((path / ".metadata").is_file() and not (path / "files.json").exists()):
+    if path.is_file():
         return path
-    steps = {
-        int(match[1]): found
-        for root in (path, path / "checkpoints")
-        for found in (root.iterdir() if root.is_dir() else ())
-        if (match := re.fullmatch(r"step_(\d+)_ckp(\.pth)?", found.name))
-    }
+    is_ours = (path / "files.json").exists()
+    if (path / ".metadata").is_file() and not is_ours:
+        return path
+    steps = dict[int, Path]()
+    for folder in (path, path / "checkpoints"):
+        if folder.is_dir():
+            for found in folder.iterdir():
+                match = re.fullmatch(r"step_(\d+)_ckp(\.pth)?", found.name)
+                if match:
+                    steps[int(match[1])] = found
     return steps[max(steps)] if steps else None
 
 
@@ -70,31 +74,20 @@ def open_upstream_checkpoint(path: Path, model: ModelConfig, ntk_alpha: int) -> 
     Raises:
         UserError: the checkpoint cannot be read, or a weight is missing or unknown.
     """
-    sources: dict[
-        str, tuple[str, list[str]]
-    ] = {}  # name -> upstream's name, the weights whose rows it holds
+    # Name of a weight -> upstream's name, and the names of all weights whose rows that holds.
+    sources = dict[str, tuple[str, list[str]]]()
     try:
         names, read = _open_file(path) if path.is_file() else _open_folder(path)
         for name in names:
-            plain = clean_name(name).removeprefix("base_model.").replace("attn.in_proj.", "attn.")
-            module, _, kind = plain.rpartition(".")
-            if module.startswith("rot_emb"):  # a table that follows from the config
-                continue
-            made = [_OUTSIDE.get(module, module)]
-            if match := re.fullmatch(r"layers\.(\d+)\.(.*)", module):
-                made = [
-                    f"model.layers.{match[1]}.{part}" for part in _INSIDE.get(match[2], [match[2]])
-                ]
-            made = [f"{each}.{kind}" for each in made]
-            sources |= dict.fromkeys(made, (name, made))
+            held = _held_weights(name)
+            sources |= dict.fromkeys(held, (name, held))
         vocab_size = len(read(sources[_EMBEDDING][0])) if _EMBEDDING in sources else None
         positions = VARIANTS[canonical_variant(model.model_variant)].max_seq_len
         config = resolve_model(model, seq_length=positions, data_vocab_size=vocab_size)
         if ntk_alpha > 1:
             size = config.rotary_dim
-            config = replace(
-                config, rope_theta=config.rope_theta * ntk_alpha ** (size / (size - 2))
-            )
+            theta = config.rope_theta * ntk_alpha ** (size / (size - 2))
+            config = replace(config, rope_theta=theta)
         remedy = "set the flags of the model as for the training of the checkpoint"
         weights = check_names(config, sources, remedy)
         shapes = {name: weight.shape for name, weight in weights.items()}
@@ -102,25 +95,36 @@ def open_upstream_checkpoint(path: Path, model: ModelConfig, ntk_alpha: int) -> 
         raise UserError(f"--path ({path}) cannot be read: {error}") from None
 
     def read_weight(name: str) -> torch.Tensor:
-        source, made = sources[name]
+        source, held = sources[name]
         fused = read(source)
-        rows = [shapes[each][0] for each in made]
+        rows = [shapes[each][0] for each in held]
         expected = (sum(rows), *shapes[name][1:])
         if fused.shape != expected:
             there = tuple(fused.shape)
             raise UserError(
                 f"weight {name} must be of {expected}, not {there}; give the flags of its shape"
             )
-        part: torch.Tensor = torch.split(fused, rows)[made.index(name)]
+        weight: torch.Tensor = torch.split(fused, rows)[held.index(name)]
         if ".q_proj." in name or ".k_proj." in name:
-            part = (
-                part.view(-1, config.head_dim // 2, 2, *part.shape[1:])
-                .transpose(1, 2)
-                .reshape(part.shape)
-            )
-        return part
+            # Rows 2i and 2i + 1 of a head become i and i + K/2.
+            pairs = weight.view(-1, config.head_dim // 2, 2, *weight.shape[1:])
+            weight = pairs.transpose(1, 2).reshape(weight.shape)
+        return weight
 
     return HFCheckpoint(config, read_weight)
+
+
+def _held_weights(name: str) -> list[str]:
+    """Returns the Hugging Face names of the weights whose rows one of upstream holds, in order."""
+    plain = clean_name(name).removeprefix("base_model.").replace("attn.in_proj.", "attn.")
+    module, _, kind = plain.rpartition(".")
+    if module.startswith("rot_emb"):  # a table that follows from the config
+        return []
+    match = re.fullmatch(r"layers\.(\d+)\.(.*)", module)
+    if match is None:
+        return [f"{_OUTSIDE.get(module, module)}.{kind}"]
+    layer, inside = match.groups()
+    return [f"model.layers.{layer}.{part}.{kind}" for part in _INSIDE.get(inside, [inside])]
 
 
 _Source = tuple[list[str], Callable[[str], torch.Tensor]]  # names, and a function that reads one

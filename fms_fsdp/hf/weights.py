@@ -117,8 +117,9 @@ class HFCheckpoint:
 
 
 def weight_map(config: TransformerConfig) -> dict[str, HFWeight]:
-    """Returns every weight of the Hugging Face checkpoint of a model, by name and in order. Rows that pad the
-    vocabulary are not part of it.
+    """Returns every weight of the Hugging Face checkpoint of a model, by name and in order.
+
+    Rows that pad the vocabulary are not part of it.
 
     Raises:
         UserError: no family has the model's options.
@@ -193,12 +194,8 @@ def open_checkpoint(folder: Path, flag: str = "path") -> HFCheckpoint:
             found = weights[name]
             if found.shape != shape:
                 raise UserError(f"{name} has shape {tuple(found.shape)}, expected {tuple(shape)}")
-        embedding = weights[next(iter(expected))]
-        for name in weights if config.tie_embeddings else ():
-            if name.startswith(_HEADS) and not _equal(weights[name], embedding):
-                raise UserError(
-                    f"{name} differs from the embedding; set tie_word_embeddings to false in config.json"
-                )
+        if config.tie_embeddings:
+            _check_tied_heads(weights, embedding=weights[next(iter(expected))])
     except UserError as error:
         raise UserError(f"{flag} ({folder}) cannot be loaded: {error}") from None
     return HFCheckpoint(config, weights.__getitem__)
@@ -217,8 +214,14 @@ def _reject_quantized(weights: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+def _check_tied_heads(weights: Mapping[str, torch.Tensor], embedding: torch.Tensor) -> None:
+    """Raises UserError for an output projection that is stored, and differs from the embedding."""
+    for name, weight in weights.items():
+        is_tied = weight.dtype == embedding.dtype and torch.equal(weight, embedding)
+        if name.startswith(_HEADS) and not is_tied:
+            raise UserError(
+                f"{name} differs from the embedding; set tie_word_embeddings to false in config.json"
+            )
 
 
 def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -229,7 +232,8 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
         return read_safetensors(single)
     if not index.is_file():
         problem = f"there is no {single.name} and no {index.name}"
-        if pickled := [path.name for path in folder.glob("*.bin")]:
+        pickled = [path.name for path in folder.glob("*.bin")]
+        if pickled:
             load = f"AutoModelForCausalLM.from_pretrained('{folder}')"
             raise UserError(
                 f"{problem}; convert {pickled[0]} with transformers: {load}.save_pretrained('{folder}')"
@@ -248,10 +252,9 @@ def _open_weights(folder: Path) -> dict[str, torch.Tensor]:
             if not (folder / name).is_file():
                 raise UserError(f"{name} is missing; download the checkpoint again")
             files[name] = read_safetensors(folder / name)
-    if missing := [weight for weight, name in file_names.items() if weight not in files[name]]:
-        raise UserError(
-            f"{shown(missing[0])} is not in {file_names[missing[0]]}; download the checkpoint again"
-        )
+    for weight, name in file_names.items():
+        if weight not in files[name]:
+            raise UserError(f"{shown(weight)} is not in {name}; download the checkpoint again")
     weights = dict[str, torch.Tensor]()
     for tensors in files.values():
         weights |= tensors  # transformers reads weights that the index does not list too
@@ -276,11 +279,9 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            dtype, shape, (begin, end) = (
-                _CODES[entry["dtype"]],
-                entry["shape"],
-                entry["data_offsets"],
-            )
+            dtype = _CODES[entry["dtype"]]
+            shape = entry["shape"]
+            begin, end = entry["data_offsets"]
             if any(type(n) is not int or not 0 <= n < 1 << 60 for n in (*shape, begin, end)):
                 raise ValueError("a size is not a non-negative integer")
             if not begin <= end <= len(data) or end - begin != math.prod(shape) * dtype.itemsize:
@@ -319,13 +320,18 @@ def _check_coverage(spans: list[tuple[int, int, str]], num_bytes: int) -> None:
 def _with_prefix(
     config: TransformerConfig, weights: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns the weights by the names of the class with a head: models saved without it, such as the
-    published GPT-2, have no prefix. Transformers 5 calls the head of GPT-NeoX lm_head."""
-    prefix = next(iter(weight_map(replace(config, num_layers=1)))).partition(".")[0] + "."
+    """Returns the weights by the names of the class with a head.
+
+    Models saved without it, such as the published GPT-2, have no prefix. Transformers 5 calls the head
+    of GPT-NeoX lm_head.
+    """
+    first_name = next(iter(weight_map(replace(config, num_layers=1))))
+    prefix = first_name.partition(".")[0] + "."
     if not any(name.startswith(prefix) for name in weights):
-        weights = {
-            name if name.startswith(_HEADS) else prefix + name: weights[name] for name in weights
-        }
+        without_prefix = weights
+        weights = {}
+        for name, weight in without_prefix.items():
+            weights[name if name.startswith(_HEADS) else prefix + name] = weight
     if prefix == "gpt_neox." and "embed_out.weight" not in weights:
         weights = {name.replace("lm_head.", "embed_out."): each for name, each in weights.items()}
     return weights
@@ -342,13 +348,15 @@ def check_names(
             f"{config.num_layers} layers need more than the {len(names)} weights; {remedy}"
         )
     expected = weight_map(config)
-    unknown = [name for name in names if name not in expected and not name.endswith(_BUFFERS)]
-    if config.tie_embeddings:
-        unknown = [name for name in unknown if not name.startswith(_HEADS)]
-    if missing := [name for name in expected if name not in names]:
-        raise UserError(f"weight {missing[0]} is missing; {remedy}")
-    if unknown:
-        raise UserError(f"weight {shown(unknown[0][:999])} is not part of this model; {remedy}")
+    for name in expected:
+        if name not in names:
+            raise UserError(f"weight {name} is missing; {remedy}")
+    for name in names:
+        if name in expected or name.endswith(_BUFFERS):
+            continue
+        if config.tie_embeddings and name.startswith(_HEADS):  # a copy of the embedding
+            continue
+        raise UserError(f"weight {shown(name[:999])} is not part of this model; {remedy}")
     return expected
 
 
@@ -363,14 +371,17 @@ def load_weights(folder: Path, model: Llama, mesh: Mesh, flag: str = "--init_fro
         fill(model, open_checkpoint(folder, flag))
     except ValueError as error:
         problem = str(error)
-    if problems := [each for each in mesh.gather(problem) if each]:
+    problems = [each for each in mesh.gather(problem) if each]
+    if problems:
         raise UserError(problems[0])
 
 
 @torch.no_grad()
 def fill(model: Llama, checkpoint: HFCheckpoint) -> None:
-    """Fills this rank's shards of a model; not collective. The model may have a larger vocabulary: new rows
-    of embedding and head become the mean row, rows that pad the vocabulary 0.
+    """Fills this rank's shards of a model; not collective.
+
+    The model may have a larger vocabulary: new rows of embedding and head become the mean row, rows
+    that pad the vocabulary 0.
 
     Raises:
         UserError: a weight is not finite.
@@ -383,22 +394,30 @@ def fill(model: Llama, checkpoint: HFCheckpoint) -> None:
                 _fill_shard(target, part, model.config.vocab_size, name)
 
 
-def _fill_shard(target: torch.Tensor, part: torch.Tensor, vocab_size: int, name: str) -> None:
-    local, (rows, *columns) = local_shard(target), shard_slices(target)
-    known = max(0, min(len(part), rows.stop) - rows.start)
-    local[:known] = part[(slice(rows.start, rows.start + known), *columns)]
-    check_finite(name, local[:known], "download the checkpoint again")
-    if rows.stop > len(part):
-        mean = torch.zeros(part.shape[1:], dtype=torch.float64)
-        for first in range(0, len(part), _ROWS):  # bounds the memory of the conversion
-            mean += part[first : first + _ROWS].double().sum(0) / len(part)
-        local[known:] = 0
-        local[known : max(known, vocab_size - rows.start)] = mean[tuple(columns)]
+def _fill_shard(target: torch.Tensor, full: torch.Tensor, vocab_size: int, name: str) -> None:
+    """Copies the rows and columns of `full` that this rank's shard of `target` has."""
+    shard = local_shard(target)
+    rows, *columns = shard_slices(target)
+    num_known = max(0, min(len(full), rows.stop) - rows.start)
+    known_rows = slice(rows.start, rows.start + num_known)
+    shard[:num_known] = full[(known_rows, *columns)]
+    check_finite(name, shard[:num_known], "download the checkpoint again")
+    if rows.stop <= len(full):
+        return
+    mean = torch.zeros(full.shape[1:], dtype=torch.float64)
+    for first in range(0, len(full), _ROWS):  # bounds the memory of the conversion
+        mean += full[first : first + _ROWS].double().sum(0) / len(full)
+    shard[num_known:] = 0
+    end_of_vocabulary = max(num_known, vocab_size - rows.start)
+    shard[num_known:end_of_vocabulary] = mean[tuple(columns)]
 
 
 def check_finite(name: str, weight: torch.Tensor, remedy: str) -> None:
     """Raises UserError if a weight holds inf or nan."""
-    if weight.numel() and not all(map(math.isfinite, map(float, weight.aminmax()))):
+    if not weight.numel():
+        return
+    minimum, maximum = weight.aminmax()  # nan if any element is
+    if not math.isfinite(minimum) or not math.isfinite(maximum):
         raise UserError(f"weight {name} holds values that are not finite; {remedy}")
 
 
@@ -415,50 +434,58 @@ def save_weights(
         UserError: the disk is too small, or a weight is not finite or overflows in `dtype`.
     """
     sizes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
+    total_size = sum(sizes.values())
     space = free_bytes(folder)
-    if space is not None and space < sum(sizes.values()):
-        needed = format_bytes(sum(sizes.values()))
+    if space is not None and space < total_size:
+        needed = format_bytes(total_size)
         raise UserError(
             f"--output requires {needed}, and {format_bytes(space)} is free; free disk space, "
             "or choose another folder"
         )
-    shards = list[list[str]]()
+    files = list[list[str]]()  # the names of the weights in each
     free = 0
     for name, size in sizes.items():
-        if not shards or size > free:
-            shards.append([])
+        if not files or size > free:
+            files.append([])
             free = max_shard_bytes
-        shards[-1].append(name)
+        files[-1].append(name)
         free -= size
+    file_of = dict[str, str]()  # by weight
+    for number, names in enumerate(files, 1):
+        file_name = "model.safetensors"
+        if len(files) > 1:
+            file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file_of |= dict.fromkeys(names, file_name)
+        _write_safetensors(folder / file_name, {name: shapes[name] for name in names}, dtype, read)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_size}, "weight_map": file_of}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _write_safetensors(
+    path: Path,
+    shapes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+    read: Callable[[str], torch.Tensor],
+) -> None:
+    """Writes one file: the length of the header, the header, and the weights one after the other."""
     code = next(code for code, known in _CODES.items() if known == dtype)
-    file_names = dict[str, str]()
-    for number, names in enumerate(shards, 1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file_name = file_name if len(shards) > 1 else "model.safetensors"
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        begin = 0
-        for name in names:
-            file_names[name], end = file_name, begin + sizes[name]
-            header[name] = {
-                "dtype": code,
-                "shape": list(shapes[name]),
-                "data_offsets": [begin, end],
-            }
-            begin = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # aligns the weights
-        with open(folder / file_name, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                weight = read(name)
-                check_finite(name, weight, "export another checkpoint")
-                weight = weight.to(dtype).contiguous()
-                check_finite(name, weight, f"it overflows in {dtype}; use another --dtype")
-                file.write(weight.view(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            sync_to_disk(file.fileno(), folder / file_name)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_names}
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2) + "\n", encoding="utf-8"
-        )
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, shape in shapes.items():
+        end = begin + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the weights
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            weight = read(name)
+            check_finite(name, weight, "export another checkpoint")
+            weight = weight.to(dtype).contiguous()
+            check_finite(name, weight, f"it overflows in {dtype}; use another --dtype")
+            file.write(weight.view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        sync_to_disk(file.fileno(), path)

@@ -70,14 +70,11 @@ class HFTokenizer:
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a document is text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        named = eos_token
         settings = path.with_name("tokenizer_config.json")
-        named = eos_token or token_text(
-            read_json_object(settings) if settings.is_file() else {}, "eos_token"
-        )
-        ids = map(self._tokenizer.token_to_id, (named,) if named else _END_NAMES)
-        known = [number for number in ids if number is not None]
-        added = self._tokenizer.get_added_tokens_decoder()  # "</s>" may be a piece of text, too
-        eos_id = next((number for number in known if number in added), known[0] if known else None)
+        if not named and settings.is_file():
+            named = token_text(read_json_object(settings), "eos_token")
+        eos_id = self._find_end((named,) if named else _END_NAMES)
         if eos_id is None:
             raise UserError(no_end_token(str(path), eos_token))
         if largest >= 1 << 24:
@@ -86,6 +83,16 @@ class HFTokenizer:
         self.vocabulary = Vocabulary(
             "huggingface", 1 + largest, eos_id, digest, "tokenizer.json", eos_token
         )
+
+    def _find_end(self, names: Sequence[str]) -> int | None:
+        """Returns the id of the first of these tokens, preferably of an added one."""
+        ids = [self._tokenizer.token_to_id(name) for name in names]
+        known = [number for number in ids if number is not None]
+        added = self._tokenizer.get_added_tokens_decoder()
+        for number in known:
+            if number in added:
+                return number
+        return known[0] if known else None  # "</s>" may also be a piece of text
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -98,20 +105,23 @@ class HFTokenizer:
         """Returns the ids that the tokenizer adds before and after a text."""
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         ids = self._tokenizer.encode("a").ids
-        starts = range(len(ids) - len(plain) + 1)
-        start = next((at for at in starts if ids[at : at + len(plain)] == plain), 0)
+        start = 0
+        for position in range(len(ids) - len(plain) + 1):
+            if ids[position : position + len(plain)] == plain:
+                start = position
+                break
         return tuple(ids[:start]), tuple(ids[start + len(plain) :])
 
     def token_bytes(self) -> Tokens:
         content = json.loads(self._content)
-        is_byte_level = "ByteLevel" in json.dumps(
-            [content.get("pre_tokenizer"), content.get("decoder")]
-        )
+        steps = json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+        is_byte_level = "ByteLevel" in steps
         table = np.zeros(self.vocabulary.size, dtype=np.int64)
         for piece, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
-            table[number] = (
-                len(piece) if is_byte_level else piece_bytes(piece)
-            )  # a character per byte
+            if is_byte_level:
+                table[number] = len(piece)  # a character per byte
+            else:
+                table[number] = piece_bytes(piece)
         for number, token in self._tokenizer.get_added_tokens_decoder().items():
             table[number] = 0 if token.special else len(token.content.encode())
         return table
@@ -155,7 +165,8 @@ def _read_tokenizer_json(path: Path, name: str) -> bytes:
             raise UserError(f"{name} has no fast tokenizer in transformers; give a tokenizer.json")
         content = opened.backend_tokenizer.to_str().encode()
     parsed = json.loads(content)
-    if dropout := parsed["model"].get("dropout"):
+    dropout = parsed["model"].get("dropout")
+    if dropout:
         note_once(f"{name} drops merges at random (dropout={dropout}); the dropout is switched off")
         parsed["model"]["dropout"] = None
         content = json.dumps(parsed, ensure_ascii=False).encode()

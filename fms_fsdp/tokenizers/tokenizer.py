@@ -170,11 +170,10 @@ class SentencePieceTokenizer:
 
 
 def piece_bytes(piece: str) -> int:
-    """Returns the UTF-8 bytes of a sentencepiece piece, which is a byte as <0x0A>, or text with
-    U+2581 for spaces."""
-    return (
-        1 if re.fullmatch(r"<0x[0-9A-F]{2}>", piece) else len(piece.replace("\u2581", " ").encode())
-    )
+    """Returns the UTF-8 bytes of a sentencepiece piece: text with U+2581 for spaces, or a byte as <0x0A>."""
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
+        return 1
+    return len(piece.replace("\u2581", " ").encode())
 
 
 def no_end_token(name: str, eos_token: str) -> str:
@@ -199,8 +198,9 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     if path.is_dir():
         names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
         if not is_installed("tokenizers"):
-            names.insert(0, names.pop(1))
-        if not (found := [path / each for each in names if (path / each).is_file()]):
+            names = ["tokenizer.model", "tokenizer.json", "vocab.json", "tokenizer_config.json"]
+        found = [path / each for each in names if (path / each).is_file()]
+        if not found:
             raise MissingInput(f"--tokenizer ({name}) has none of {', '.join(names)}")
         path = found[0]
     if not path.is_file():
@@ -226,7 +226,8 @@ def _load(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
 def token_text(settings: Mapping[str, Any], key: str) -> str:
     """Returns the text of a special token of tokenizer_config.json, "" if it has none."""
     token = settings.get(key)
-    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, dict):
+        token = token.get("content")
     if token is not None and not (isinstance(token, str) and token.isprintable()):
         raise UserError(
             f"{key}={shown(str(token)[:99])} of tokenizer_config.json must be printable text"
@@ -236,17 +237,18 @@ def token_text(settings: Mapping[str, Any], key: str) -> str:
 
 @dataclass(frozen=True)
 class UsedTokenizer:
-    """The tokenizer that something was made with. `name`: of the thing, for a message; `digest`: of the
-    tokenizer, "" if unknown; `find`: opens a copy, None if there is none."""
+    """The tokenizer that something was made with."""
 
-    name: str
-    digest: str
-    find: Callable[[], Tokenizer | None]
+    name: str  # of the thing, for a message
+    digest: str  # of the tokenizer, "" if unknown
+    find: Callable[[], Tokenizer | None]  # opens a copy, None if there is none
 
 
 def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) -> None:
-    """Checks that two things were made with the same tokenizer. Two files of a tokenizer may differ, such as
-    tokenizer.model and tokenizer.json: if the digests differ, the ids of `PROBES` are compared.
+    """Checks that two things were made with the same tokenizer.
+
+    Two files of a tokenizer may differ, such as tokenizer.model and tokenizer.json: if the digests
+    differ, the ids of `PROBES` are compared.
 
     Raises:
         UserError: the tokenizers differ.
