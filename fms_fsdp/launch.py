@@ -243,7 +243,7 @@ def child_variables(variables: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         # Rank 0 of each attempt opens a store of its own. The store of torchrun's agent keeps the
         # keys of the last attempt, and an agent that has been in a round does not tell newcomers
-        # of it (torch 2.13).
+        # of it (torch 2.13; https://github.com/pytorch/pytorch/issues/135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "LAUNCH_TERMINAL": _terminal(),
     }

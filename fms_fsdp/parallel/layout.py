@@ -126,7 +126,9 @@ def _check_pipeline(
         )
     if schedule != "zbv":
         return
-    if _torch() < (2, 13):  # gradients through our autograd functions fail before
+    # Before, autograd functions got no gradient of their weights when backward passes are split:
+    # https://github.com/pytorch/pytorch/issues/166577
+    if _torch() < (2, 13):
         raise UserError(
             f"--pp_schedule=zbv requires torch 2.13 (this is {torch.__version__}); use 1f1b"
         )

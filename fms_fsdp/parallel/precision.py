@@ -68,7 +68,8 @@ def accumulate_in_fp32(model: nn.Module) -> None:
 def _widen_gradient(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     if parameter.grad.device.type == "cpu" and torch.cuda.is_available():
-        # Under CPU offload the copy to the host may not have finished (torch 2.11).
+        # Under CPU offload the copy to the host may not have finished (torch 2.11;
+        # https://github.com/pytorch/pytorch/pull/180666).
         torch.cuda.current_stream().synchronize()
     parameter.grad = parameter.grad.float()
 

@@ -139,8 +139,9 @@ class Cost:
 
 
 def _attention_flops(tensors: list[torch.Tensor], *, is_backward: bool) -> int:
-    """Returns the FLOPs over all pairs of positions; torch 2.11 counts no grouped-query attention.
+    """Returns the FLOPs over all pairs of positions.
 
+    torch 2.11 does not count grouped-query attention (https://github.com/pytorch/pytorch/pull/177188).
     Forward, each pair multiplies a query with a key, and a score with a value. Backward, it computes
     the score again, and one gradient each for the score, the query, the key and the value.
     """
