@@ -1,4 +1,4 @@
-"""CPU settings of a process: waiting threads, freed memory, garbage collection; and its age."""
+"""Settings of a process: waiting threads, freed memory, garbage collection, open files; and its age."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import atexit
 import ctypes
 import gc
 import os
+import resource
 from pathlib import Path
 
 from fms_fsdp.errors import env_int
+
+_MAX_OPEN_FILES = 65_536  # some programs walk through all numbers up to the limit
 
 
 def before_torch() -> None:
@@ -82,6 +85,27 @@ def keep_freed_memory() -> bool:
         if mallopt(mmap_threshold, size):
             return bool(mallopt(trim_threshold, never))
     return False
+
+
+def raise_open_file_limit() -> int:
+    """Raises the soft limit of open files to the hard one, up to 65,536; returns the soft limit.
+
+    A rank has sockets to other ranks, and rank 0 to all of them: with the usual limit of 1,024,
+    a launch would end at a few hundred ranks. Child processes inherit the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_OPEN_FILES
+    reachable = _MAX_OPEN_FILES
+    if hard != resource.RLIM_INFINITY:
+        reachable = min(hard, _MAX_OPEN_FILES)
+    if soft >= reachable:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    except (OSError, ValueError):  # macOS has a limit below its hard one
+        return soft
+    return reachable
 
 
 def process_age_s() -> float:

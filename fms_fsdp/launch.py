@@ -36,6 +36,7 @@ from typing import Any, BinaryIO
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.values import shown
+from fms_fsdp.cpu_tuning import raise_open_file_limit
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import read_json
 
@@ -80,6 +81,7 @@ def train(nodes: Nodes, flags: Sequence[str], run_dir: Path) -> int:
     if nodes.num_ranks > 1 and not os.environ.get("NPROC_PER_NODE"):
         say(f"{nodes.num_ranks} ranks; NPROC_PER_NODE=1 for one")
     command = build_command(nodes, os.environ, flags)
+    raise_open_file_limit()  # torchrun's store has a socket to every rank
     with tempfile.TemporaryDirectory() as folder:
         outcome_file = Path(folder, "outcome.json")
         child = Child(command, child_variables(os.environ), run_dir, outcome_file)

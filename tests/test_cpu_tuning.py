@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
+from fms_fsdp.cpu_tuning import (
+    keep_freed_memory,
+    let_gpu_memory_grow,
+    raise_open_file_limit,
+    set_thread_waiting,
+)
 from tests.cli import ROOT
 
 
@@ -128,3 +134,24 @@ def test_mallopt_gets_the_documented_values(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
     assert keep_freed_memory()
     assert calls == [(-3, 2**31 - 1), (-3, 2**25), (-1, -1)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised"),
+    [
+        ((1_024, 4_096), 4_096),
+        ((1_024, 1_048_576), 65_536),
+        ((1_024, resource.RLIM_INFINITY), 65_536),
+        ((100_000, 200_000), 100_000),
+        ((4_096, 4_096), 4_096),
+    ],
+)
+def test_soft_limit_of_open_files_is_raised(
+    limits: tuple[int, int], raised: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit that is higher already stays."""
+    applied = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: applied[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: applied.append(pair))
+    assert raise_open_file_limit() == raised
+    assert applied[-1] == (raised, limits[1])

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import pickle
 import time
@@ -51,6 +50,7 @@ from fms_fsdp.checkpoint.folders import (
     open_file,
     rename_aside,
 )
+from fms_fsdp.checkpoint.plans import CachingPlanner, FinishedPlan, LayoutChanged, SavePlans
 from fms_fsdp.config.values import counted, format_bytes, shown
 from fms_fsdp.distributed.runtime import gather_objects, log, min_over_ranks
 from fms_fsdp.errors import FULL_DISK, StorageError, UserError, read_failed
@@ -93,13 +93,15 @@ def write_checkpoint(
     attempt: int = 1,
     *,
     group: dist.ProcessGroup | None = None,
+    plans: SavePlans | None = None,
     began: float | None = None,
     on_written: Callable[[], None] = lambda: None,
     on_commit: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes `root/step_<N>` (collective over `group`; None: this process alone).
 
-    `began`: when the save began, by `time.perf_counter`. `on_written` runs on each rank when its own
+    `plans` makes the next save with them cheap. `began`: when the save began, by
+    `time.perf_counter`. `on_written` runs on each rank when its own
     files are on disk, `on_commit` on rank 0 after the rename, while the other ranks still wait.
 
     Raises:
@@ -107,9 +109,28 @@ def write_checkpoint(
     """
     partial = root / f"step_{metadata.step}.partial-{attempt}"
     began = time.perf_counter() if began is None else began
-    writer = _Writer(partial, metadata, began, on_written, on_commit)
+    plans = SavePlans() if plans is None else plans
+
+    def save(last: FinishedPlan | None) -> None:
+        planner = CachingPlanner(last)
+        writer = _Writer(partial, planner, metadata, began, on_written, on_commit)
+        dcp.save(
+            tensors,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+        plans.keep(planner.finished)
+
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        try:
+            save(plans.take())
+        except CheckpointException as error:
+            _, inner = first_failure(error)
+            if not isinstance(inner, LayoutChanged):
+                raise
+            save(None)
     except CheckpointException as error:  # a collection of tracebacks: report the first rank's
         rank, inner = first_failure(error)
         raise SaveFailed(f"rank {rank}: {inner}".splitlines()[0], inner, root) from error
@@ -244,6 +265,7 @@ class _Writer(FileSystemWriter):
     def __init__(
         self,
         partial: Path,
+        planner: CachingPlanner,
         metadata: TrainMetadata,
         began: float,
         on_written: Callable[[], None],
@@ -255,6 +277,7 @@ class _Writer(FileSystemWriter):
         )
         self.files: dict[str, tuple[int, int]] = {}
         self.fs = _SyncedFiles(self.files)
+        self._planner = planner
         self._metadata = metadata
         self._began = began
         self._on_written = on_written
@@ -262,8 +285,7 @@ class _Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Raises StorageError on rank 0, before any rank writes, if the disk is too small."""
-        items = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data]
-        needed = sum(math.prod(i.chunk.sizes) * i.properties.dtype.itemsize for i in items)
+        needed = self._planner.finished.num_bytes
         free = free_bytes(self.path)
         if free is not None and free < needed:
             raise StorageError(
@@ -274,7 +296,8 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # torch.save would compute a CRC-32 of each tensor for its zip format: half of its time.
         with torch_serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-            results = _Results(super().write_data(plan, planner).value())
+            written = super().write_data(plan, planner).value()
+        results = _Results(self._planner.changed_results(written))
         results.files = dict(self.files)
         self._on_written()
         future: Future[list[WriteResult]] = Future()
@@ -282,17 +305,23 @@ class _Writer(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits, on rank 0 after all ranks have written."""
-        super().finish(metadata, results)
+        """Commits, on rank 0 after all ranks have written; `metadata` is empty."""
+        folder = Path(self.path)
+        planner = self._planner
+        if planner.is_reused:
+            self._write(METADATA, planner.update_metadata(results))
+        else:
+            assert planner.metadata is not None
+            super().finish(planner.metadata, results)
+            self.files[METADATA] = self.files.pop(f"{METADATA}.tmp")  # DCP renamed it
+            planner.finished.metadata = (folder / METADATA).read_bytes()
         for written in results:
             self.files |= getattr(written, "files", {})
-        self.files[METADATA] = self.files.pop(f"{METADATA}.tmp")  # DCP renamed it
-        folder = Path(self.path)
         final = folder.with_name(f"step_{self._metadata.step}")
         save_s = round(time.perf_counter() - self._began, 3)
         content = replace(self._metadata, save_s=save_s).content
-        self._write_text(STATE, json.dumps(content, indent=1))
-        self._write_text(FILES, format_files(self.files))
+        self._write(STATE, json.dumps(content, indent=1).encode())
+        self._write(FILES, format_files(self.files).encode())
         sync_folder(folder)
         if final.exists():
             rename_aside(final, "damaged")
@@ -300,9 +329,14 @@ class _Writer(FileSystemWriter):
         sync_folder(final.parent)
         self._on_commit()
 
-    def _write_text(self, name: str, text: str) -> None:
+    def storage_meta(self) -> StorageMeta | None:
+        """Returns nothing: DCP records a path and a random number, which no reader needs and which
+        would differ in each save."""
+        return None
+
+    def _write(self, name: str, content: bytes) -> None:
         with self.fs.create_stream(Path(self.path) / name, "wb") as stream:
-            stream.write(text.encode())
+            stream.write(content)
 
 
 class _Results(list[WriteResult]):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.io import SaveFailed, Tensors, collect_tensors, write_checkpoint
+from fms_fsdp.checkpoint.plans import SavePlans
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.dtensor import local_shard, sharded_like
@@ -84,6 +85,7 @@ class CheckpointManager:
         if dist.is_initialized():
             timeout = timedelta(seconds=SAVE_TIMEOUT_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._plans = SavePlans()
         self.is_committing = False  # this rank has written its files of a save that is under way
         self._background, self._host = cfg.async_checkpoint, Tensors()
         self._work: list[Future[None]] = []
@@ -250,6 +252,7 @@ class CheckpointManager:
                 metadata,
                 self.attempt,
                 group=group,
+                plans=self._plans,
                 began=began,
                 on_written=on_written,
                 on_commit=on_commit,

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fms_fsdp.config import ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import shown
 from fms_fsdp.console import Console
-from fms_fsdp.cpu_tuning import keep_freed_memory
+from fms_fsdp.cpu_tuning import keep_freed_memory, raise_open_file_limit
 from fms_fsdp.errors import (
     RunFailed,
     UserError,
@@ -37,6 +37,7 @@ from fms_fsdp.errors import (
 )
 
 T = TypeVar("T")
+_OTHER_FILES = 64  # that rank 0 opens besides its sockets: data, logs, libraries
 log = logging.getLogger("fms_fsdp")  # lines that are the same on every rank: rank 0 prints them
 rank_log = logging.getLogger("fms_fsdp.rank")  # lines of one rank, which it prints itself
 
@@ -155,6 +156,9 @@ def init_distributed(
     (collective).
 
     nccl serves GPU tensors and gloo CPU tensors, so that small agreements never wait for the GPU.
+
+    Raises:
+        UserError: rank 0 cannot listen, or may not open a file for each rank.
     """
     random.seed(training.seed)
     np.random.seed(training.seed % 2**32)
@@ -169,6 +173,10 @@ def init_distributed(
         keep_freed_memory()
     if world.size == 1 and (section.sharding_strategy or "none").lower() == "none":
         return
+    check_open_file_limit(world, raise_open_file_limit())
+    # By default gloo connects each rank with all others when a group is created, 2 sockets per
+    # group and rank, of which collectives use few.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     is_nccl = device.type == "cuda" and section.dist_backend != "gloo"
     timeout = collective_timeout(section)
     meeting: dict[str, Any] = {}  # by default the variables of torchrun
@@ -183,6 +191,21 @@ def init_distributed(
         dist.init_process_group(backend, timeout=timeout, **meeting)
     except dist.DistNetworkError as error:
         raise _port_error(error) or error from error
+
+
+def check_open_file_limit(world: World, limit: int) -> None:
+    """Raises UserError on rank 0 if it may not open enough files; where gloo meets the limit, it may
+    end the process without an error.
+
+    The groups for training and for checkpoints each connect rank 0 with every rank.
+    """
+    needed = 2 * world.size + _OTHER_FILES
+    if world.rank == 0 and limit < needed:
+        raise UserError(
+            f"ulimit -n={limit} must be at least {needed} on rank 0's node for {world.size} ranks; "
+            f"raise the hard limit there, e.g. docker run --ulimit nofile={2 * needed}",
+            on_one_rank=True,
+        )
 
 
 def _port_error(error: dist.DistNetworkError) -> UserError | None:

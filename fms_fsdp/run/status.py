@@ -110,6 +110,12 @@ class RunStatus:
             error = read_failed(error.filename, error.strerror, on_one_rank=self.rank != 0)
         if isinstance(error, KeyboardInterrupt):
             error = RunFailed("interrupted by a second SIGINT; the last checkpoint stays")
+        if "Too many open files" in str(error):  # gloo's errors have no number
+            error = RunFailed(
+                "this process may not open more files; raise the limit, e.g. ulimit -n 65536, and "
+                "run again",
+                on_one_rank=True,
+            )
         self.reason = " ".join(str(error).split())  # one line
         if isinstance(error, UserError):
             self._report_bad_input(error)

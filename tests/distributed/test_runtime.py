@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -11,8 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.distributed import runtime
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import World, _store_of_attempt
+from fms_fsdp.distributed.runtime import World, _store_of_attempt, check_open_file_limit
+from fms_fsdp.errors import UserError
 from fms_fsdp.run.checks import machine_notes
 from tests.cli import TINY
 from tests.specs import machine
@@ -103,3 +107,42 @@ def test_help_with_incomplete_launch_variables_is_printed(monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "1")
     ended = launch(["--help"])
     assert ended.returncode == 0 and "usage" in ended.stdout.lower() and not ended.stderr
+
+
+def limit_open_files(soft: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_small_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    """With a connection between every two ranks, rank 0 alone had 48 sockets in two groups."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    flags = [*TINY, "--num_steps=1", "--checkpoint_interval=1", f"--output_dir={tmp_path}"]
+    ended = launch(flags, 12, before=partial(limit_open_files, 40, hard))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert (tmp_path / "checkpoints" / "step_1" / "__11_0.distcp").exists()
+
+
+def test_too_few_open_files_are_an_error() -> None:
+    """Rank 0 has a connection to each rank in two groups; the other ranks have few."""
+    with pytest.raises(UserError) as caught:
+        check_open_file_limit(World(0, 0, 1024, 8), 1024)
+    assert "ulimit -n=1024 must be at least 2112 on rank 0's node" in str(caught.value)
+    assert caught.value.on_one_rank
+    check_open_file_limit(World(1, 1, 1024, 8), 1024)
+    check_open_file_limit(World(0, 0, 1024, 8), 4096)
+
+
+def reach_limit() -> None:
+    """Makes this process meet the limit where rank 0 has checked another one."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    if os.environ["RANK"] == "1":
+        runtime.raise_open_file_limit = lambda: 0  # type: ignore[assignment]
+        limit_open_files(14, 14)
+
+
+@pytest.mark.slow  # ten seconds until the harness ends rank 0
+def test_rank_without_free_files_says_so(tmp_path: Path) -> None:
+    flags = [*TINY, "--num_steps=1", f"--output_dir={tmp_path / 'run'}"]
+    ended = launch(flags, 2, before=reach_limit)
+    line = "[rank 1] failed: this process may not open more files; raise the limit"
+    assert line in ended.stderr, ended.stderr[-3000:]
