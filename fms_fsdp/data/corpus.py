@@ -18,7 +18,7 @@ import posixpath
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from fms_fsdp.config.values import counted, did_you_mean
 from fms_fsdp.data.mixture import NUM_SLOTS
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import CONVERT, Files, Shard, ShardError, TokenError
-from fms_fsdp.data.storage import open_storage
+from fms_fsdp.data.storage import in_threads, open_storage, reporting_progress
 from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.files import has_control_character, safe_name, shown_name
 
@@ -129,14 +129,14 @@ def open_corpus(
     opened = _open_some(storage, listed, counts, may_miss)
     sep_token = _find_sep_token(section, opened)
     weights = dict(zip(names, section.weights, strict=True)) if section.weights else {}
+    listed = dict(sorted(listed.items()))
+    fingerprints = in_threads(partial(content_fingerprint, storage), listed.values())
     sources = []
-    for name in sorted(listed):
-        shards = listed[name]
+    for (name, shards), content in zip(listed.items(), fingerprints, strict=True):
         known = next((opened[path] for path in shards if path in opened and counts[path][1]), None)
         delimiter = 1 if known is None else delimiter_of(known, sep_token)
         docs, tokens = np.array([counts[path] for path in shards], np.int64).reshape(-1, 2).T
         weight = weights.get(name, 0.0)
-        content = content_fingerprint(storage, shards)
         source = Source(name, shards, docs, tokens, delimiter, weight, content)
         # The sum of counts that are too large may wrap around to a small number.
         most = max(source.num_tokens, int(tokens.max(initial=0)))
@@ -272,7 +272,7 @@ def _read_counts(storage: Files, paths: list[str]) -> Counts:
     counts: Counts = {}
     for table in fnmatch.filter(paths, TABLES):
         try:
-            data = storage.read(table, storage.sizes[table], 0)
+            data = storage.read(table, storage.size(table), 0)
         except OSError as error:
             raise UserError(
                 f"counts file {table} cannot be read: {error}; restore or remove the file"
@@ -368,17 +368,18 @@ def _open_some(
     if len(every) > OPENED_AT_START:
         first = {paths[0] for paths in listed.values()}
         every = [path for path in every if path in first or path not in counts]
-    opened = {}
+    opened = dict[str, Shard]()
     for path in every:
         storage.prefetch_ends(path)
-    for path in every:
-        try:
-            opened[path] = shard = storage.open_shard(path)
-            if path not in counts:
-                counts[path] = shard.num_docs, shard.num_tokens
-        except ShardError:
-            if not (may_miss and path in counts):
-                raise
+    with reporting_progress(lambda: f"opening shards: {len(opened):,} of {len(every):,}"):
+        for path in every:
+            try:
+                opened[path] = shard = storage.open_shard(path)
+                if path not in counts:
+                    counts[path] = shard.num_docs, shard.num_tokens
+            except ShardError:
+                if not (may_miss and path in counts):
+                    raise
     return opened
 
 
@@ -437,15 +438,16 @@ def content_fingerprint(storage: Files, paths: Sequence[str]) -> str:
     """
     digits = []
     sampled = _sampled(paths)
-    for path in sampled:
-        middle = storage.sizes.get(path, 0) // 2
-        storage.prefetch(path, [(middle, middle + min(middle, SAMPLED_BYTES))])
+    if storage.is_remote:
+        for path in storage.sizes.keys() & sampled:
+            middle = storage.size(path) // 2
+            storage.prefetch(path, [(middle, middle + min(middle, SAMPLED_BYTES))])
     for path in sampled:
         try:
-            size = storage.sizes[path]
+            size = storage.size(path)
             data = size.to_bytes(8, "little") + storage.read(path, SAMPLED_BYTES, size // 2)
             digits.append(hashlib.blake2b(data, digest_size=2).hexdigest())
-        except (OSError, KeyError):
+        except OSError:
             digits.append("----")
     return "".join(digits)
 

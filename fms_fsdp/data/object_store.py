@@ -18,11 +18,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from fms_fsdp.data.storage import LocalFile, Storage, logger
-from fms_fsdp.errors import StorageError, UserError, env_int, read_failed
+from fms_fsdp.data.storage import (
+    Listing,
+    LocalFile,
+    Storage,
+    _retried,
+    logger,
+    reporting_progress,
+)
+from fms_fsdp.errors import MissingInput, StorageError, UserError, env_int, read_failed
 
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours -> pyarrow's
 PAGE = 1 << 18
@@ -35,9 +43,34 @@ class ObjectStore(Storage):
 
     is_remote = True
 
-    def __init__(self, data_path: str, sizes: dict[str, int] | None = None) -> None:
-        super().__init__(data_path, sizes)
+    def __init__(self, data_path: str, listing: Listing | None = None) -> None:
+        super().__init__(data_path, listing)
         self._pages = PageCache(self._fetch)
+        self._asked_sizes = dict[str, int]()  # of files without a size in the listing
+
+    def size(self, path: str) -> int:
+        """Returns the size of a file. If the files are not listed, asks the store for this one.
+
+        Raises:
+            ReadFailed: the store does not answer.
+            OSError: there is no such file.
+        """
+        size = self._asked_sizes.get(path)
+        if size is None and self.is_listed:
+            size = self.sizes.get(path)
+        if size is None:
+            with self._errors_named():
+                size = _retried(partial(self._ask_size, path), self.root)
+            self._asked_sizes[path] = size
+        return size
+
+    def _ask_size(self, path: str) -> int:
+        from pyarrow import fs
+
+        info = self._filesystem.get_file_info(f"{self._folder}/{path}")
+        if info.type != fs.FileType.File:
+            raise MissingInput(f"{path} is not in {self.root}; restore the file")
+        return info.size
 
     def read(self, path: str, size: int, offset: int) -> bytes:
         """Returns `size` bytes at `offset`, fewer at the end of the file.
@@ -46,7 +79,7 @@ class ObjectStore(Storage):
             ReadFailed: the store does not answer.
             OSError: the file cannot be read.
         """
-        stop = min(offset + size, self.sizes[path])
+        stop = min(offset + size, self.size(path))
         numbers = range(offset // PAGE, -(-stop // PAGE))
         data = b"".join(self._pages.get([(path, number) for number in numbers]))
         first = offset % PAGE
@@ -56,6 +89,12 @@ class ObjectStore(Storage):
         """Starts to fetch the byte ranges [start, stop), which will be read soon."""
         numbers = {n for a, b in ranges for n in range(a // PAGE, -(-b // PAGE))}
         self._pages.start([(path, number) for number in sorted(numbers)])
+
+    def prefetch_ends(self, path: str) -> None:
+        """Starts to fetch the schema and the footer of a shard that will be opened soon."""
+        if path in self.sizes:
+            size = self.size(path)
+            self.prefetch(path, [(0, 1), (max(0, size - 1), size)])
 
     def real_paths(self, paths: Iterable[str]) -> dict[str, str]:
         """Returns the paths: a store has no symbolic links, except below file://."""
@@ -84,12 +123,27 @@ class ObjectStore(Storage):
         filesystem, folder = fs.FileSystem.from_uri(SCHEMES[scheme] + address[len(scheme) :])
         return filesystem, folder.rstrip("/")
 
-    def _open_listed(self, path: str) -> Any:
-        return self._filesystem.open_input_file(path)
+    def _open_file(self, path: str) -> Any:
+        self.size(path)  # an error names a file that is not there
+        return self._filesystem.open_input_file(f"{self._folder}/{path}")
+
+    def _list(self) -> Listing:
+        if urlsplit(self.data_path).scheme == "file":
+            return super()._list()
+        from pyarrow import fs
+
+        with reporting_progress(lambda: f"listing {self.root}"):
+            found = self._filesystem.get_file_info(fs.FileSelector(self._folder, recursive=True))
+        sizes = {
+            each.path.removeprefix(f"{self._folder}/"): each.size
+            for each in found
+            if each.type == fs.FileType.File
+        }
+        return Listing({path: sizes[path] for path in sorted(sizes) if "/." not in f"/{path}"})
 
     def _fetch(self, path: str, number: int) -> bytes:
         """Reads a page from the store, and retries with exponential backoff."""
-        wanted = min(PAGE, self.sizes[path] - number * PAGE)
+        wanted = min(PAGE, self.size(path) - number * PAGE)
         name = f"{self.root}/{path}"
         for attempt in range(NUM_TRIES):
             try:

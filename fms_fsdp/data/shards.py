@@ -44,9 +44,11 @@ class Files(Protocol):
     """The methods of a storage that the stream calls; see `storage.Storage`."""
 
     root: str
-    sizes: dict[str, int]
     is_remote: bool
 
+    @property
+    def sizes(self) -> Mapping[str, int | None]: ...
+    def size(self, path: str) -> int: ...
     def read(self, path: str, size: int, offset: int) -> bytes: ...
     def prefetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None: ...
     def prefetch_ends(self, path: str) -> None: ...
@@ -82,9 +84,13 @@ class Shard:
         """
         self.path = path
         self.delimiter = delimiter
-        self._storage, self.size = storage, storage.sizes.get(path, 0)
+        self._storage = storage
         if path not in storage.sizes:
             raise MissingShardError(f"shard {path} does not exist in {storage.root}; {RESTORE}")
+        try:
+            self.size = storage.size(path)
+        except OSError as error:
+            raise self._unreadable(error) from error
         with self._errors_named():
             self.metadata, value, self._offset_type = self._read_schema()
             self.width, self._blocks = value.bit_width // 8, self._read_blocks()
@@ -136,6 +142,9 @@ class Shard:
         if self.metadata.get(name, str(count)) != str(count):
             raise self.error(f"has {count}, but its metadata has {name}={self.metadata[name]}")
 
+    def _unreadable(self, error: OSError) -> ShardError:
+        return ShardError(f"shard {self.path} cannot be read: {error}; {RESTORE}")
+
     def error(self, rule: str, remedy: str = CONVERT) -> ShardError:
         return ShardError(f"shard {self.path} {rule}; {remedy}")
 
@@ -151,7 +160,7 @@ class Shard:
         try:
             data = self._storage.read(self.path, size, offset)
         except OSError as error:
-            raise ShardError(f"shard {self.path} cannot be read: {error}; {RESTORE}") from error
+            raise self._unreadable(error) from error
         if len(data) != size:
             raise self.error(f"is truncated by {size - len(data)} bytes", RESTORE)
         return data

@@ -1,5 +1,7 @@
 """Files in a folder, listed once and read in ranges.
 
+    sizes                    ──> names of all files, from the folders alone
+    size(path)               ──> of one file, when it is opened
     read(path, size, offset) ──> pread; opened again and retried if the storage fails
 
 object_store.py reads those of s3, gs and az.
@@ -7,44 +9,79 @@ object_store.py reads those of s3, gs and az.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
+import stat
+import threading
 import time
-from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from fms_fsdp.config.values import counted
 from fms_fsdp.data.shards import Shard
 from fms_fsdp.errors import (
     MissingInput,
     StorageError,
     UserError,
     is_storage_failure,
+    note_once,
     read_failed,
 )
 from fms_fsdp.files import is_folder, open_regular
 
 T = TypeVar("T")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 NUM_LOCAL_TRIES = 6  # 8 s: a server of NFS that is restarted, or moves, answers again in seconds
+NUM_THREADS = 16  # a call to a parallel file system takes milliseconds, in which others can run
+PROGRESS_S = 10.0
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files below a folder, without hidden ones.
+
+    sizes   by path, in order; None for a local file, because its size takes a call per file
+    links   the paths that are symbolic links
+    """
+
+    sizes: dict[str, int | None]
+    links: frozenset[str] = frozenset()
+
+    def below(self, folder: str) -> Listing:
+        """Returns the files in a subfolder."""
+        start = f"{folder}/"
+        sizes = {
+            path.removeprefix(start): size
+            for path, size in self.sizes.items()
+            if path.startswith(start)
+        }
+        links = {path.removeprefix(start) for path in self.links if path.startswith(start)}
+        return Listing(sizes, frozenset(links))
 
 
 class Storage:
-    """The files in `data_path` and their `sizes`. Reads may come from several threads.
+    """The files in `data_path`. Reads may come from several threads.
 
-    Unpickled in another process, it opens the same files without listing them again.
+    The files are listed when `sizes` is first read, unless there is a `listing`. Unpickled in
+    another process, it opens the same files without listing them again.
     """
 
     is_remote = False
 
-    def __init__(self, data_path: str, sizes: dict[str, int] | None = None) -> None:
-        """Lists the files.
+    def __init__(self, data_path: str, listing: Listing | None = None) -> None:
+        """Opens the folder.
 
         Raises:
-            UserError: the folder does not exist, or cannot be listed.
+            UserError: the folder does not exist.
             ReadFailed: a local storage does not answer.
         """
         self.data_path = data_path
@@ -52,9 +89,36 @@ class Storage:
         if "://" in data_path:
             scheme, host, folder = urlsplit(data_path)[:3]
             self.root = f"{scheme}://{host.rpartition('@')[2]}{folder}"
-        try:
+        if listing is not None:
+            self.listing = listing
+        with self._errors_named():
             self._filesystem, self._folder = _retried(self._open_filesystem, self.root)
-            self.sizes = _retried(self._list, self.root) if sizes is None else sizes
+        self._open = lru_cache(max_open_files())(self._open_file)
+
+    @cached_property
+    def listing(self) -> Listing:
+        """The files, listed at the first use.
+
+        Raises:
+            UserError: the folder does not exist, or cannot be listed.
+            ReadFailed: a local storage does not answer.
+        """
+        with self._errors_named():
+            return _retried(self._list, self.root)
+
+    @property
+    def is_listed(self) -> bool:
+        return "listing" in vars(self)
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The paths of all files, in order; see `Listing`. For the size of a file, call `size`."""
+        return self.listing.sizes
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
         except UserError:
             raise
         except (OSError, ValueError) as error:
@@ -65,10 +129,23 @@ class Storage:
             raise StorageError(
                 f"--data_path={self.root} cannot be listed: {reason}; check credentials and network"
             ) from error
-        self._open = lru_cache(max_open_files())(self._open_file)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_storage, (self.data_path, self.sizes)
+        return open_storage, (self.data_path, self.listing)
+
+    def size(self, path: str) -> int:
+        """Returns the size of a file, of a local one as it is now.
+
+        Raises:
+            ReadFailed: the storage does not answer.
+            OSError: the file does not exist, or cannot be opened.
+        """
+
+        def read_size() -> int:
+            file = self._open(path)  # a name keeps the file open if other threads fill the cache
+            return os.fstat(file.descriptor).st_size
+
+        return self._retried_read(read_size, path)
 
     def read(self, path: str, size: int, offset: int) -> bytes:
         """Returns `size` bytes at `offset`, fewer at the end of the file.
@@ -77,38 +154,38 @@ class Storage:
             ReadFailed: the storage does not answer.
             OSError: the file cannot be read.
         """
+
+        def read_range() -> bytes:
+            file = self._open(path)
+            return os.pread(file.descriptor, size, offset)
+
+        return self._retried_read(read_range, path)
+
+    def _retried_read(self, read: Callable[[], T], path: str) -> T:
         # A stale handle stays stale: a further try opens the file again.
-        return _retried(
-            lambda: os.pread(self._open(path).descriptor, size, offset),
-            f"{self.root}/{path}",
-            before_retry=self._open.cache_clear,
-        )
+        return _retried(read, f"{self.root}/{path}", before_retry=self._open.cache_clear)
 
     def prefetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Starts to fetch the byte ranges [start, stop); a local file is read when it is needed."""
 
     def prefetch_ends(self, path: str) -> None:
         """Starts to fetch the schema and the footer of a shard that will be opened soon."""
-        size = self.sizes.get(path, 0)
-        if size:
-            self.prefetch(path, [(0, 1), (size - 1, size)])
 
     def real_paths(self, paths: Iterable[str]) -> dict[str, str]:
         """Returns the path of each file without symbolic links.
 
-        Lists each folder once, and resolves only the links in it: a call per file would take
-        minutes for a large corpus on NFS.
+        Resolves only the folders, and the files that are links: a call per file would take minutes
+        for a large corpus on NFS.
         """
-        folders = dict[str, tuple[str, set[str]]]()  # real path of a folder, names of links in it
-        found = {}
-        for path in paths:
-            folder, _, name = f"{self._folder}/{path}".rpartition("/")
-            if folder not in folders:
-                folders[folder] = _retried(partial(_links_in, folder), self.root)
-            real_folder, links = folders[folder]
-            real = f"{real_folder}/{name}"
-            found[path] = os.path.realpath(real) if name in links else real
-        return found
+        parts = {path: f"{self._folder}/{path}".rpartition("/") for path in paths}
+        folders = sorted({folder for folder, _, _ in parts.values()})
+        real_folders = dict(zip(folders, in_threads(os.path.realpath, folders), strict=True))
+        found = {
+            path: f"{real_folders[folder]}/{name}" for path, (folder, _, name) in parts.items()
+        }
+        links = [path for path in found if path in self.listing.links]
+        targets = in_threads(os.path.realpath, [found[path] for path in links])
+        return found | dict(zip(links, targets, strict=True))
 
     def open_shard(self, path: str, delimiter: int = 0) -> Shard:
         """Opens a shard; see `shards.Shard`."""
@@ -119,17 +196,10 @@ class Storage:
         self._open.cache_clear()
 
     def _open_file(self, path: str) -> Any:
-        if path not in self.sizes:
-            raise FileNotFoundError(f"{path} is not in {self.root}")
-        return self._open_listed(f"{self._folder}/{path}")
-
-    def _open_listed(self, path: str) -> Any:
-        return LocalFile(open_regular(path))
+        return LocalFile(open_regular(f"{self._folder}/{path}"))
 
     def _open_filesystem(self) -> tuple[Any, str]:
-        """Returns a pyarrow FileSystem, which lists the files, and the folder in it."""
-        from pyarrow import fs
-
+        """Returns the folder, and the pyarrow FileSystem of an object store that it is in."""
         if not self.data_path:
             raise MissingInput(
                 "--data_path is missing; set it to the --output of `python -m fms_fsdp prepare`, or "
@@ -141,26 +211,101 @@ class Storage:
                 f"--data_path={self.data_path} is not a folder; make one with `python -m fms_fsdp "
                 "prepare --input=FILES --output=FOLDER`, or set --use_dummy_dataset=True"
             )
-        return fs.LocalFileSystem(), folder
+        return None, folder
 
-    def _list(self) -> dict[str, int]:
-        from pyarrow import fs
-
-        found = self._filesystem.get_file_info(fs.FileSelector(self._folder, recursive=True))
-        files = {
-            i.path[len(self._folder) + 1 :]: i.size for i in found if i.type == fs.FileType.File
-        }
-        return {path: size for path, size in sorted(files.items()) if "/." not in f"/{path}"}
+    def _list(self) -> Listing:
+        return list_files(self._folder)
 
 
-def _links_in(folder: str) -> tuple[str, set[str]]:
-    """Returns the real path of a folder, and the names of the symbolic links in it."""
-    real = os.path.realpath(folder)
+def list_files(root: str) -> Listing:
+    """Returns the regular files below a folder, also those behind symbolic links.
+
+    A folder gives the names and types of its entries, so only links take a call each. Folders and
+    links are read by threads.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    paths = list[str]()  # also of the folders that threads are reading, for the progress
+    links = list[str]()
+
+    def read_folder(folder: str) -> tuple[list[str], list[str]]:
+        """Adds the files of a folder to `paths`; returns its folders and links."""
+        inner = list[str]()
+        linked = list[str]()
+        start = f"{folder}/" if folder else ""
+        try:
+            with os.scandir(f"{root}/{folder}") as entries:
+                for entry in entries:
+                    path = start + entry.name
+                    if entry.name.startswith("."):
+                        continue
+                    elif entry.is_symlink():
+                        linked.append(path)
+                    elif entry.is_dir():
+                        inner.append(path)
+                    elif entry.is_file():
+                        paths.append(path)
+        except FileNotFoundError:
+            if not folder:
+                raise
+        return inner, linked
+
+    with reporting_progress(lambda: f"listing {root}: {counted(len(paths), 'file')}"):
+        folders = [""]
+        while folders:
+            deeper = list[str]()
+            linked = list[str]()
+            for inner, inner_links in in_threads(read_folder, folders):
+                deeper += inner
+                linked += inner_links
+            modes = in_threads(_target_mode, [f"{root}/{path}" for path in linked])
+            for path, mode in zip(linked, modes, strict=True):
+                if stat.S_ISDIR(mode):
+                    deeper.append(path)
+                elif stat.S_ISREG(mode):
+                    links.append(path)
+            folders = deeper
+    return Listing(dict.fromkeys(sorted([*paths, *links])), frozenset(links))
+
+
+def _target_mode(link: str) -> int:
+    """Returns the mode of the file or folder that a link leads to, 0 if it leads nowhere."""
     try:
-        with os.scandir(real) as entries:
-            return real, {entry.name for entry in entries if entry.is_symlink()}
-    except (FileNotFoundError, NotADirectoryError):  # only the counts file lists its shards
-        return real, set()
+        return os.stat(link).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return 0
+        raise
+
+
+def in_threads(function: Callable[[T], Result], values: Iterable[T]) -> list[Result]:
+    """Returns `function` of each value, computed by threads that wait for the storage at once."""
+    with ThreadPoolExecutor(NUM_THREADS, "listing") as pool:
+        return list(pool.map(function, values))
+
+
+@contextmanager
+def reporting_progress(text: Callable[[], str]) -> Iterator[None]:
+    """Logs `text()` with the time while the context lasts: after 10, 20, 40, … seconds."""
+    has_ended = threading.Event()
+
+    def report() -> None:
+        begin = time.monotonic()
+        seconds = PROGRESS_S
+        while not has_ended.wait(begin + seconds - time.monotonic()):
+            note_once(f"{text()} after {seconds:g} s")
+            seconds *= 2
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def _retried(
@@ -202,15 +347,15 @@ def max_open_files() -> int:
     return 256 if soft_limit < 0 else max(16, min(256, soft_limit // 4))
 
 
-def open_storage(data_path: str, sizes: dict[str, int] | None = None) -> Storage:
+def open_storage(data_path: str, listing: Listing | None = None) -> Storage:
     """Returns the files of a folder, or of an address such as s3://BUCKET/FOLDER.
 
     Raises:
-        UserError: the folder does not exist, or cannot be listed.
+        UserError: the folder does not exist.
         ReadFailed: a local storage does not answer.
     """
     if "://" not in data_path:
-        return Storage(data_path, sizes)
+        return Storage(data_path, listing)
     from fms_fsdp.data.object_store import ObjectStore
 
-    return ObjectStore(data_path, sizes)
+    return ObjectStore(data_path, listing)

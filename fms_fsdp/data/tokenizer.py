@@ -142,9 +142,8 @@ def _read_if_there(files: Files, path: str) -> bytes | None:
 
 def _read(files: Files, path: str) -> bytes:
     """Returns the content of a small file. Raises: UserError, OSError."""
-    if path not in files.sizes:
-        raise FileNotFoundError(f"{files.root}/{path} does not exist")
-    if (size := files.sizes[path]) > _LARGEST_FILE:
+    size = files.size(path)
+    if size > _LARGEST_FILE:
         raise UserError(
             f"{path} ({size:,} bytes) must have at most {_LARGEST_FILE:,}; restore the file"
         )

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +22,11 @@ from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch
 from fms_fsdp.data.corpus import Corpus, ShortSource, open_corpus
 from fms_fsdp.data.permute import I64
-from fms_fsdp.data.storage import open_storage
+from fms_fsdp.data.shards import Files
+from fms_fsdp.data.storage import Storage, open_storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.data.tokenizer import UnusableTokenizer, find_tokenizer, folder_tokenizer
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
@@ -100,11 +103,12 @@ def scan_held_out(
             f"--data_path ({data.data_path})", trained.tokenizer, data.data_path
         )
     found = []
-    for group, flag, root, names in _evaluated_folders(section, data):
+    for group, flag, root, names in _evaluated_folders(section, data, trained):
         listing = HeldOutListing(group, data, vocab_size)
         if root:
-            held_out = replace(data, data_path=root, datasets=names, weights=())
-            listing = _scan(replace(listing, data=held_out), flag, data.data_path, trained, used)
+            held_out = replace(data, data_path=root.data_path, datasets=names, weights=())
+            listing = replace(listing, data=held_out)
+            listing = _scan(listing, flag, root.files, data.data_path, trained, used)
         found.append(listing)
     return tuple(found)
 
@@ -124,36 +128,60 @@ def close_held_out(sources: Iterable[HeldOut]) -> None:
         source.stream.close()
 
 
+class _Root(NamedTuple):
+    """A folder of held-out data, and its files if they are listed already."""
+
+    data_path: str
+    files: Files | None = None
+
+
 def _evaluated_folders(
-    section: EvalConfig, data: DataConfig
-) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    section: EvalConfig, data: DataConfig, trained: Corpus | None
+) -> Iterator[tuple[str, str, _Root | None, tuple[str, ...]]]:
     """Yields group, flag, folder and sources of each evaluation: without a folder synthetic tokens, without
     sources all sources of the folder."""
     is_synthetic = data.use_dummy_dataset and not section.eval_data_path
     if section.is_on:
-        yield "eval", "--eval_data_path", *(("", ()) if is_synthetic else _root(section, data))
+        root = None if is_synthetic else _eval_root(section, data, trained)
+        yield "eval", "--eval_data_path", root, () if is_synthetic else section.eval_datasets
     if section.test_data_path:
-        yield "test", "--test_data_path", section.test_data_path, ()
+        yield "test", "--test_data_path", _Root(section.test_data_path), ()
     elif section.eval_test:
-        yield "test", "--eval_test", "" if is_synthetic else _join(data.data_path, "test"), ()
+        root = None if is_synthetic else _subfolder(data.data_path, "test", trained)
+        yield "test", "--eval_test", root, ()
 
 
-def _root(section: EvalConfig, data: DataConfig) -> tuple[str, tuple[str, ...]]:
+def _eval_root(section: EvalConfig, data: DataConfig, trained: Corpus | None) -> _Root:
     if section.eval_data_path:
-        return section.eval_data_path, section.eval_datasets
-    if _has_files(data.data_path, "validation"):
-        return _join(data.data_path, "validation"), section.eval_datasets
+        return _Root(section.eval_data_path)
+    validation = _subfolder(data.data_path, "validation", trained)
+    if validation.files is not None:
+        return validation
     if not section.eval_datasets:
         raise UserError(
             f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder "
             "validation; prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
         )
-    return data.data_path, section.eval_datasets
+    return _Root(data.data_path, None if trained is None else trained.storage)
 
 
-def _has_files(data_path: str, folder: str) -> bool:
-    paths = open_storage(data_path).sizes if data_path else ()
-    return any(path.startswith(f"{folder}/") for path in paths)
+def _subfolder(data_path: str, folder: str, trained: Corpus | None) -> _Root:
+    """Returns a subfolder of the data, with its files if there are any.
+
+    The listing of the data that is trained on contains them.
+    """
+    path = _join(data_path, folder)
+    if trained is not None and isinstance(trained.storage, Storage):
+        listing = trained.storage.listing.below(folder)
+        return _Root(path, open_storage(path, listing) if listing.sizes else None)
+    if not data_path:
+        return _Root(path)
+    open_storage(data_path)  # an error names the folder that the user named
+    with suppress(MissingInput):
+        files = open_storage(path)
+        if files.sizes:
+            return _Root(path, files)
+    return _Root(path)
 
 
 def _join(data_path: str, folder: str) -> str:
@@ -164,6 +192,7 @@ def _join(data_path: str, folder: str) -> str:
 def _scan(
     found: HeldOutListing,
     flag: str,
+    files: Files | None,
     data_path: str,
     trained: Corpus | None,
     used: UsedTokenizer | None,
@@ -172,7 +201,7 @@ def _scan(
         found.data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None
     )
     try:
-        corpus = open_corpus(data)
+        corpus = open_corpus(data, files)
     except ShortSource as error:
         problem, _, _ = str(error).rpartition("; ")  # its fix is for sources of the training
         raise UserError(_about_short_source(found.group, flag, problem)) from error

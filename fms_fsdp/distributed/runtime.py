@@ -9,10 +9,12 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +40,7 @@ from fms_fsdp.errors import (
 
 T = TypeVar("T")
 _OTHER_FILES = 64  # that rank 0 opens besides its sockets: data, logs, libraries
+KEEP_ALIVE_S = 15.0  # less than the shortest timeout of collectives, a minute
 log = logging.getLogger("fms_fsdp")  # lines that are the same on every rank: rank 0 prints them
 rank_log = logging.getLogger("fms_fsdp.rank")  # lines of one rank, which it prints itself
 
@@ -264,6 +267,37 @@ def run_on_rank0(function: Callable[[], T]) -> T:
             raise box[1] from failure
         raise failure or box[1]
     return cast(T, box[0])
+
+
+def run_long_on_rank0(function: Callable[[], T]) -> T:
+    """Returns `function()` of rank 0 as `run_on_rank0` does, also if it outlasts the timeout of
+    collectives (collective).
+
+    A thread of rank 0 runs the function. Meanwhile rank 0 broadcasts that it still works.
+
+    Raises:
+        UserError, RunFailed: see `run_on_rank0`.
+    """
+    if not dist.is_initialized():
+        return function()
+    result: Future[T] = Future()
+    if dist.get_rank() == 0:
+        # The thread of an executor would delay the exit of a launch that a signal ends.
+        threading.Thread(target=_set_result, args=(result, function), daemon=True).start()
+    has_ended = torch.zeros(1, dtype=torch.uint8)
+    while not has_ended:
+        if dist.get_rank() == 0:
+            wait([result], KEEP_ALIVE_S)
+            has_ended[0] = result.done()
+        dist.broadcast(has_ended, src=0)
+    return run_on_rank0(result.result)
+
+
+def _set_result(result: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:
+        result.set_exception(error)
 
 
 def _for_other_ranks(error: Exception) -> Exception:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fms_fsdp.config.values import counted, short
+from fms_fsdp.data.stream import Consumption
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log, show_progress
@@ -37,6 +38,9 @@ from fms_fsdp.metrics.trackers import Record, finite_numbers, open_trackers
 from fms_fsdp.state import RunConfig, StepResult, TrainState
 
 _PACE_REPORTS = 20  # number of reports whose mean pace gives the time left
+MAX_SOURCES = 64  # with more, two fields of each source would be most of metrics.jsonl
+SOURCES_INTERVAL = 10  # reports from one with the fields of so many sources to the next
+_BLOCK_BYTES = 1 << 16
 
 
 class MetricLogger:
@@ -85,6 +89,9 @@ class MetricLogger:
         self._paces: deque[float] = deque(maxlen=_PACE_REPORTS)  # seconds per sequence
         self._last_report = 0, 0, time.time()  # steps and tokens of this launch, time
         self._last_step = 0
+        self._num_reports = 0
+        self._reports_sources = True  # whether the last report has the fields of the sources
+        self._sources_at_end: Record = {}
 
     def after_step(self, state: TrainState, result: StepResult) -> bool:
         """Adds a step, and reports if a report is due (collective: every rank).
@@ -126,7 +133,13 @@ class MetricLogger:
         return True
 
     def finish(self) -> None:
-        """Raises RunFailed if metrics.jsonl could not be written."""
+        """Ends the reports of this launch.
+
+        Raises:
+            RunFailed: metrics.jsonl could not be written.
+        """
+        if not self._reports_sources:  # the launch was stopped between two reports with them
+            self._sources_at_end = _source_values(self._state.stream.consumption())
         if self._file.problem:
             fix = "free space and start the run again: it resumes from the newest checkpoint"
             raise RunFailed(f"{self._file.problem}; {fix}")
@@ -190,8 +203,12 @@ class MetricLogger:
             record["energy_kwh"] = self._energy_j / 3.6e6
         assert state.current.batch is not None
         record["data_fingerprint"] = global_fingerprint(state.current.batch, self._mesh)
-        for source, used in self._state.stream.consumption().items():
-            record |= {f"epoch/{source}": used["epoch"], f"tokens/{source}": used["tokens"]}
+        consumption = state.stream.consumption()
+        is_due = self._num_reports % SOURCES_INTERVAL == 0 or state.is_done
+        self._num_reports += 1
+        self._reports_sources = is_due or len(consumption) <= MAX_SOURCES
+        if self._reports_sources:
+            record |= _source_values(consumption)
         return record
 
     def log(self, state: TrainState, values: Mapping[str, Any]) -> Record:
@@ -231,8 +248,16 @@ class MetricLogger:
         for tracker in self._trackers:
             tracker.close()
         seconds = {f"{phase}_s": round(s, 3) for phase, s in self._timer.totals.items()}
-        self.event("end", self._last_step, **seconds)
+        self.event("end", self._last_step, **seconds, **self._sources_at_end)
         self._file.close()
+
+
+def _source_values(consumption: Consumption) -> Record:
+    values = Record()
+    for source, used in consumption.items():
+        values[f"epoch/{source}"] = used["epoch"]
+        values[f"tokens/{source}"] = used["tokens"]
+    return values
 
 
 class MetricsFile:
@@ -244,7 +269,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         if path.is_file():
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            os.truncate(path, _end_of_lines(path))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open during the run
         self.problem = ""
 
@@ -264,6 +289,20 @@ class MetricsFile:
     def close(self) -> None:
         with suppress(OSError):
             self._file.close()
+
+
+def _end_of_lines(path: Path) -> int:
+    """Returns the bytes of the complete lines of a file, of which it reads only the last blocks."""
+    with open(path, "rb") as file:
+        stop = file.seek(0, os.SEEK_END)
+        while stop > 0:
+            start = max(0, stop - _BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(stop - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            stop = start
+    return 0
 
 
 def report_line(record: Record, state: TrainState) -> str:

@@ -98,7 +98,9 @@ class PrepareConfig(ShardsConfig):
     max_tokens: int | None = flag(None, "drop documents of more tokens", min=1)
     limit_docs: int | None = flag(None, "read at most N documents of each source", min=1)
     dedup: bool = flag(
-        False, "drop exact copies of earlier documents, over all sources of this call"
+        False,
+        "drop exact copies of earlier documents, over all sources of this call (24 bytes of memory "
+        "per document)",
     )
     max_bad_lines: int = flag(100, "stop if a source has more malformed records", min=0)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -52,6 +52,8 @@ Result = TypeVar("Result")
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 4096
 _PROGRESS_S = 5.0
+DEDUP_BYTES = 24  # peak memory of `mark_copies` per document, measured by benchmarks/bench_scale.py
+DEDUP_NOTE_DOCUMENTS = 10**9  # from here on the memory is a reason to choose the machine
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 
 
@@ -240,11 +242,16 @@ def make_shards(
         ):
             pass
         mark_copies(jobs)
+    num_bad = {name: _num_bad(finished) for name, finished in results.items()}
     for job, result in run_jobs(encode_slice, pending, workers, "encode"):
         results[job.source][job.slice.index] = result
-        num_bad = sum(each["stats"]["num_bad"] for each in results[job.source].values())
-        _check_bad_lines(job, num_bad, result["stats"]["bad"])
+        num_bad[job.source] += result["stats"]["num_bad"]
+        _check_bad_lines(job, num_bad[job.source], result["stats"]["bad"])
     return publish(config.folder, sources, results)
+
+
+def _num_bad(finished: Mapping[int, SliceResult]) -> int:
+    return sum(result["stats"]["num_bad"] for result in finished.values())
 
 
 def _check_bad_lines(job: SliceJob, num_bad: int, examples: Sequence[str]) -> None:
@@ -328,13 +335,24 @@ def hash_slice(job: SliceJob) -> None:
 def mark_copies(jobs: Sequence[SliceJob]) -> None:
     """Writes for every job which documents equal an earlier one, in the order of the jobs.
 
-    Takes about 40 bytes of memory per document.
+    Takes DEDUP_BYTES of memory per document, and logs the total for a large corpus.
     """
-    hashes = [np.load(job.file("hashes.npy")) for job in jobs]
-    _, first = np.unique(np.concatenate(hashes), return_index=True)
-    is_copy = np.ones(sum(map(len, hashes)), dtype=bool)
-    is_copy[first] = False
-    ends = np.cumsum([len(each) for each in hashes])
+    sizes = [len(np.load(job.file("hashes.npy"), mmap_mode="r")) for job in jobs]
+    num_documents = sum(sizes)
+    if num_documents >= DEDUP_NOTE_DOCUMENTS:
+        gb = num_documents * DEDUP_BYTES / 1e9
+        note(f"--dedup needs {gb:,.1f} GB of memory for {num_documents:,} documents")
+    ends = np.cumsum(sizes)
+    hashes = np.empty(num_documents, dtype=np.uint64)
+    for job, end, size in zip(jobs, ends, sizes, strict=True):
+        hashes[end - size : end] = np.load(job.file("hashes.npy"))
+    # A stable sort keeps equal hashes in the order of the jobs: all but the first are copies.
+    order = np.argsort(hashes, kind="stable")
+    hashes = hashes[order]
+    is_repeated = hashes[1:] == hashes[:-1]
+    del hashes
+    is_copy = np.zeros(num_documents, dtype=bool)
+    is_copy[order[1:]] = is_repeated
     for job, copies in zip(jobs, np.split(is_copy, ends[:-1]), strict=True):
         _save(job.file("duplicates.npy"), copies)
 

@@ -223,9 +223,10 @@ class Stats:
             for name, value in content.items():
                 if isinstance(own := getattr(total, name), Counter):
                     own.update(value)
+                elif name == "bad":
+                    own += value[: _SHOWN_BAD - len(own)]
                 else:
                     setattr(total, name, own + value)
-        total.bad = total.bad[:_SHOWN_BAD]
         return total
 
     @property

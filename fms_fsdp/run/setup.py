@@ -13,7 +13,7 @@ from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.data.corpus import Corpus, open_corpus
 from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import run_on_rank0
+from fms_fsdp.distributed.runtime import run_long_on_rank0, run_on_rank0
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
@@ -54,7 +54,9 @@ def find_corpus(cfg: TrainConfig) -> Corpus | None:
 
         load_builder(cfg.data)
         return None
-    return None if cfg.data.use_dummy_dataset else run_on_rank0(partial(open_corpus, cfg.data))
+    if cfg.data.use_dummy_dataset:
+        return None
+    return run_long_on_rank0(partial(open_corpus, cfg.data))
 
 
 def find_inputs(
@@ -71,7 +73,7 @@ def find_inputs(
         from fms_fsdp.data.validation import scan_held_out
 
         scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
-        held_out = run_on_rank0(scan)
+        held_out = run_long_on_rank0(scan)
     if cfg.eval.sample_interval:
         from fms_fsdp.samples import read_prompts
 

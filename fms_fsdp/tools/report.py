@@ -22,6 +22,8 @@ from fms_fsdp.state import located_sections
 MAX_POINTS = 1000  # per curve
 MAX_EVENTS = 200  # per run
 MAX_SAMPLE = 20_000  # characters
+MAX_SOURCES = 64
+OTHER_SOURCES = "tokens/(other sources)"
 
 Record = dict[str, Any]
 
@@ -67,6 +69,7 @@ def load_run(folder: Path) -> Record:
     reports, validations, events = read_metrics(folder / "metrics.jsonl")
     if not reports:
         raise UserError(f"{folder} has no report in metrics.jsonl yet; wait for its first one")
+    _sum_small_sources(reports)
     config = read_json(folder / "config.json") or {}
     status = read_json(folder / "status.json") or {}
     resolved = config.get("resolved", {})
@@ -100,6 +103,26 @@ def load_run(folder: Path) -> Record:
         "checkpoints": list(_checkpoints(folder / "checkpoints")),
         "samples": samples.read_text(encoding="utf-8")[-MAX_SAMPLE:] if samples.is_file() else "",
     }
+
+
+def _sum_small_sources(reports: Sequence[Record]) -> None:
+    """Replaces the tokens of all but the largest sources by their sum, in place.
+
+    The page does not draw epochs; those of summed sources are removed.
+    """
+    totals = dict[str, int]()
+    for report in reports:
+        totals |= {name: value for name, value in report.items() if name.startswith("tokens/")}
+    if len(totals) <= MAX_SOURCES:
+        return
+    smallest_first = sorted(totals, key=totals.__getitem__)
+    summed = smallest_first[: len(totals) - (MAX_SOURCES - 1)]
+    for report in reports:
+        values = [report.pop(name) for name in summed if name in report]
+        if values:  # most reports of a run with many sources have no fields of sources
+            report[OTHER_SOURCES] = sum(values)
+        for name in summed:
+            report.pop(name.replace("tokens/", "epoch/", 1), None)
 
 
 def _checkpoints(root: Path) -> Iterator[list[str]]:
@@ -181,8 +204,11 @@ def thin(steps: list[int], values: list[Any]) -> tuple[list[int], list[Any]]:
 
 def _event(event: Record) -> list[str]:
     """Returns launch, step, date, name and details."""
-    shown = ("event", "attempt", "step", "time")
-    keys = ("count",) if "count" in event else [key for key in event if key not in shown]
+    hidden = ("event", "attempt", "step", "time")
+    # Tokens and epochs of many sources would fill the table.
+    keys = [key for key in event if key not in hidden and "/" not in key]
+    if "count" in event:
+        keys = ["count"]
     details = ", ".join(f"{key} {_text(event[key])}" for key in keys)
     date = datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
     return [str(event["attempt"]), str(event["step"]), date, event["event"], details]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.data.corpus import _read_counts
-from fms_fsdp.data.storage import Storage
+from fms_fsdp.data.storage import Listing, Storage
 from tests.data.corpora import write_corpus, write_counts
 
 
@@ -13,8 +13,8 @@ def read(root: Path, shards: list[str], paths: list[str]) -> dict[str, int]:
     """Returns tokens by shard, from a counts file with these paths; path i has i + 1 tokens."""
     root.mkdir(exist_ok=True)
     write_counts(root, [(path, 1, i + 1) for i, path in enumerate(paths)])
-    sizes = {**Storage(str(root)).sizes, **dict.fromkeys(shards, 100)}
-    counts = _read_counts(Storage(str(root), sizes), ["meta/counts.csv", *shards])
+    listing = Listing({**Storage(str(root)).sizes, **dict.fromkeys(shards, 100)})
+    counts = _read_counts(Storage(str(root), listing), ["meta/counts.csv", *shards])
     return {path: tokens for path, (_, tokens) in counts.items()}
 
 

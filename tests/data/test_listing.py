@@ -9,6 +9,7 @@ import torch
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.corpus import Corpus, open_corpus
+from fms_fsdp.data.storage import Listing, list_files
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.data.validation import open_held_out, scan_held_out
 from tests.data.corpora import VOCAB, write_corpus
@@ -37,6 +38,29 @@ def test_pickled_corpus_opens_no_file(tmp_path: Path, uri: bool, counts: bool) -
         for batch in expected[2:]:
             for column, other in zip(batch, stream.next_batch(), strict=True):
                 assert torch.equal(column, other)
+
+
+def test_held_out_data_share_one_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = write_corpus(tmp_path, SIZES).section(seq_length=32)
+    for split in ("validation", "test"):
+        write_corpus(tmp_path / split, SIZES, seed=5 + len(split))
+    listed: list[str] = []
+
+    def counted_listing(root: str) -> Listing:
+        listed.append(root)
+        return list_files(root)
+
+    monkeypatch.setattr("fms_fsdp.data.storage.list_files", counted_listing)
+    flags = EvalConfig(eval_interval=1, eval_test=True, eval_steps=3)
+    found = scan_held_out(flags, section, open_corpus(section), vocab_size=VOCAB)
+    assert [each.group for each in found] == ["eval", "test"] and listed == [str(tmp_path)]
+    # `evaluate` has no corpus of the training: it lists the held-out folders alone.
+    alone = scan_held_out(flags, section, None, vocab_size=VOCAB)
+    assert listed[1:] == [str(tmp_path / "validation"), str(tmp_path / "test")]
+    for one, other in zip(found, alone, strict=True):
+        assert one.corpus is not None and other.corpus is not None
+        digests = [(source.digest, source.fingerprint) for source in one.corpus.sources]
+        assert digests == [(source.digest, source.fingerprint) for source in other.corpus.sources]
 
 
 @pytest.mark.parametrize("uri", [False, True])

@@ -105,7 +105,7 @@ def check_same_batches(files: Files, data_path: str, steps: int = 4) -> Storage:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_s3_batches_equal_local_ones(local: dict[str, Files], s3_port: int, layout: str) -> None:
     store = check_same_batches(local[layout], s3_uri(f"corpus/{layout}", s3_port))
-    pages = sum(-(-size // PAGE) for size in store.sizes.values())
+    pages = sum(-(-store.size(path) // PAGE) for path in store.sizes)
     assert store._pages is not None and 0 < store._pages.num_fetched <= pages  # each at most once
 
 
@@ -165,7 +165,7 @@ def test_dead_endpoint_is_rejected_within_seconds() -> None:
         port = server.getsockname()[1]
     start, match = time.monotonic(), "^--data_path=s3://corpus/lists cannot be listed: .*; check"
     with pytest.raises(OSError, match=match) as caught:
-        open_storage(s3_uri("corpus/lists", port))
+        _ = open_storage(s3_uri("corpus/lists", port)).sizes
     assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
 
 
@@ -187,11 +187,12 @@ class Flaky:
         self.data = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8).tobytes()
         self.fails, self.num_reads = fails or [], 0
 
-    def get_file_info(self, selector: fs.FileSelector) -> list[fs.FileInfo]:
-        return [
+    def get_file_info(self, wanted: fs.FileSelector | str) -> fs.FileInfo | list[fs.FileInfo]:
+        files = [
             fs.FileInfo(f"top/{name}", type=fs.FileType.File, size=len(self.data))
             for name in ("a/b", ".hidden")
         ]
+        return files if isinstance(wanted, fs.FileSelector) else files[0]
 
     def open_input_file(self, path: str) -> Flaky:
         return self
@@ -296,6 +297,49 @@ def test_stale_handle_is_opened_again(
     code = errno.EACCES  # no further try helps
     with pytest.raises(PermissionError):
         files.read("shard", 3, 0)
+
+
+@pytest.mark.parametrize("uri", [False, True])
+def test_listing_follows_links_without_a_stat_of_files(tmp_path: Path, uri: bool) -> None:
+    root = tmp_path / "data"
+    for name in ("b/2", "a/1", "a/deep/3", ".hidden/4", "a/.5", "b/shard.arrow"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"tokens")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "6").write_bytes(b"six")
+    (root / "linked").symlink_to("../elsewhere")
+    (root / "a" / "7").symlink_to("1")
+    (root / "a" / "broken").symlink_to("nowhere")
+    (root / "a" / "itself").symlink_to("itself")
+    os.mkfifo(root / "a" / "pipe")
+    address = root.as_uri() if uri else str(root)
+    files = open_storage(address)
+    expected = ["a/1", "a/7", "a/deep/3", "b/2", "b/shard.arrow", "linked/6"]
+    assert files.sizes == dict.fromkeys(expected)
+    assert [files.size(path) for path in ("a/7", "linked/6")] == [6, 3]
+    real = files.real_paths(expected)
+    changed = {path for path in expected if real[path] != str(root / path)}
+    assert changed == {"a/7", "linked/6"} and real["a/7"] == str(root / "a/1")
+    assert real["linked/6"] == str(tmp_path / "elsewhere/6")
+    with pytest.raises(FileNotFoundError):
+        files.size("a/8")
+    inner = open_storage(f"{address}/a", files.listing.below("a"))
+    assert list(inner.sizes) == ["1", "7", "deep/3"] and inner.real_paths(["7"])["7"] == real["a/7"]
+    assert not open_storage(address).is_listed and inner.read("deep/3", 3, 1) == b"oke"
+
+
+def test_long_listing_reports_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(storage, "PROGRESS_S", 0.02)
+    reached: list[int] = []
+    with storage.reporting_progress(lambda: f"listing x: {len(reached)} files"):
+        reached.append(1)
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [f"note: listing x: 1 files after {s} s" for s in (0.02, 0.04)]
+    time.sleep(0.1)
+    assert not capsys.readouterr().err
 
 
 def test_failing_folder_is_not_a_missing_one(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fms_fsdp.config import TrainConfig
@@ -19,6 +21,7 @@ from fms_fsdp.distributed.runtime import World, _store_of_attempt, check_open_fi
 from fms_fsdp.errors import UserError
 from fms_fsdp.run.checks import machine_notes
 from tests.cli import TINY
+from tests.distributed.launch import run_ranks
 from tests.specs import machine
 from tests.warm import launch
 
@@ -69,6 +72,30 @@ def test_attempt_ignores_keys_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -
     stores[1].set("address", "of the second attempt")
     assert {store.get("address") for store in stores} == {b"of the second attempt"}
     assert before[2].get("address") == b"of the first attempt"
+
+
+def _work_beyond_the_timeout() -> tuple[list[Path], str]:
+    """Returns rank 0's result, found after the timeout of collectives, and its error."""
+    runtime.KEEP_ALIVE_S = 0.2
+
+    def listing() -> list[Path]:
+        time.sleep(3)
+        return [Path("a")]
+
+    def failing() -> None:
+        raise UserError("--data_path=x is not a folder; correct it")
+
+    group = dist.distributed_c10d._get_default_group()
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=2))
+    found = runtime.run_long_on_rank0(listing)
+    with pytest.raises(UserError) as caught:
+        runtime.run_long_on_rank0(failing)
+    return found, str(caught.value)
+
+
+def test_long_work_of_rank0_meets_no_timeout() -> None:
+    expected = [Path("a")], "--data_path=x is not a folder; correct it"
+    assert run_ranks(_work_beyond_the_timeout, 3) == [expected] * 3
 
 
 def test_store_of_several_agents_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,9 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.state import TrainState
+from fms_fsdp.tools.report import MAX_SOURCES, OTHER_SOURCES, load_run
+from tests.cli import events, metrics, run
+from tests.data.corpora import write_corpus
 from tests.specs import resolved
 
 TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_ms": 0.0}
@@ -80,3 +83,31 @@ def test_rates_and_mfu_are_per_device(
     assert state.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
     assert state.samples_seen == 5 * 24
     metrics.close()
+
+
+def test_many_sources_are_in_every_tenth_report(tmp_path: Path) -> None:
+    names = [f"s{number:02d}" for number in range(MAX_SOURCES + 2)]
+    write_corpus(tmp_path / "data", dict.fromkeys(names, [200]))
+    folder = tmp_path / "run"
+    flags = (
+        f"--data_path={tmp_path}/data --output_dir={folder} --global_batch_size=2 --num_steps=25"
+    )
+    flags += " --model_variant=tiny --seq_length=32 --report_interval=1 --trackers=none"
+
+    def steps_with_sources() -> list[int]:
+        return [step for step, record in metrics(folder).items() if "tokens/s00" in record]
+
+    assert run(*flags.split(), "--exit_step=13").returncode == 75
+    assert steps_with_sources() == [1, 11]
+    (end,) = events(folder, "end")
+    assert sum(end[f"tokens/{name}"] for name in names) == 13 * 2 * 32
+    assert run(*flags.split()).returncode == 0
+    assert steps_with_sources() == [1, 11, 14, 24, 25]
+    assert "tokens/s00" not in events(folder, "end")[1]
+
+    page = load_run(folder)
+    curves = {name: curve for name, curve in page["series"].items() if name.startswith("tokens/")}
+    assert len(curves) == MAX_SOURCES and OTHER_SOURCES in curves
+    assert sum(values[-1] for _, values in curves.values()) == 25 * 2 * 32
+    assert all(steps == [1, 11, 14, 24, 25] for steps, _ in curves.values())
+    assert not any("tokens/" in details for *_, details in page["events"])

@@ -45,10 +45,10 @@ def step(loss_sum: float, num_labels: int, grad_norm: float) -> StepResult:
     return StepResult(loss, labels, norm, requests)
 
 
-@pytest.mark.parametrize("before", ['{"step": 1}\n', ""])
+@pytest.mark.parametrize("before", ['{"step": 1}\n', "", '{"step": 1}\n' * 9000])
 def test_torn_last_line_is_removed(tmp_path: Path, before: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(before + '{"step": 2, "lo')
+    path.write_text(before + '{"step": 2, "lo' + "s" * (len(before) // 10))
     file = MetricsFile(path)
     file.write({"step": 2, "loss": float("nan")})
     file.close()

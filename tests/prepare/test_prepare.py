@@ -153,12 +153,16 @@ def test_second_call_makes_only_missing_shards(tmp_path: Path, corpus: str) -> N
     assert contents(output) == before
 
 
-def test_first_copy_of_duplicates_is_kept(tmp_path: Path) -> None:
+def test_first_copy_of_duplicates_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     rng = random.Random(3)
     a, b = ([f"text {rng.randrange(150)}" for _ in range(200)] for _ in range(2))
     inputs = f"a={write_jsonl(tmp_path / 'a.jsonl', a)},b={write_jsonl(tmp_path / 'b.jsonl', b)}"
     output, seen = tmp_path / "out", list(dict.fromkeys(a))
+    monkeypatch.setattr("fms_fsdp.prepare.encode.DEDUP_NOTE_DOCUMENTS", 400)
     stats = run(output, inputs, dedup=True, shard_tokens=100)
+    assert "--dedup needs 0.0 GB of memory for 400 documents" in capsys.readouterr().err
     assert texts(output / "a") == seen
     assert texts(output / "b") == [text for text in dict.fromkeys(b) if text not in seen]
     assert stats["a"].left_out == {"duplicate": 200 - len(seen)}
@@ -207,6 +211,8 @@ def test_bad_lines_are_limited_over_all_slices(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("prepare: error: --max_bad_lines=12 is exceeded in source x:")
     assert f"{path}:" in error and not (output / "x").exists()
+    # Slices of the first call count too: 13 of its lines and 3 of this call's are malformed.
+    assert program([*argv, "--max_bad_lines=15"]) == 2
     assert program([*argv, "--max_bad_lines=20"]) == 0
     assert texts(output / "x") == ["good"] * 20
 
