@@ -342,12 +342,17 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
     ) as error:
         if isinstance(error, UserError) and str(error).startswith("--"):
             raise
+        name = str(error).partition("=")[0]
+        if isinstance(error, UserError) and any(
+            item.startswith(f"{name}=") for item in config.optimizer_kwargs
+        ):
+            raise UserError(f"--optimizer_kwargs={error}") from error
         kwargs = f" --optimizer_kwargs={joined(config.optimizer_kwargs)}" * bool(
             config.optimizer_kwargs
         )
         raise UserError(
-            f"--optimizer={config.optimizer}{kwargs} cannot be built: {error}; correct the function or "
-            "--optimizer_kwargs"
+            f"--optimizer={config.optimizer}{kwargs} cannot be built: {error}; correct "
+            f"{'the function or ' if ':' in config.optimizer else ''}--optimizer_kwargs"
         ) from error
     return state
 

@@ -53,7 +53,10 @@ def check_layout(
             f"--tp_size={tp} must divide ffn_hidden_size={model.ffn_hidden_size}; change one of them"
         )
     if (tp - 1) * -(-model.padded_vocab_size // tp) >= model.vocab_size:
-        raise UserError(f"--tp_size={tp} is too large for {model.vocab_size} tokens; lower it")
+        raise UserError(
+            f"--tp_size={tp} leaves ranks without rows of the vocabulary ({model.vocab_size}); lower "
+            "--tp_size, or raise --vocab_size"
+        )
 
     method = resolve_cp_method(section.cp_method, heads, tp, cp)
     if cp > 1 and method == "ulysses" and heads % (tp * cp):
