@@ -59,6 +59,7 @@ class Launch:
     """A planned launch: its settings, its inputs, and its place on disk.
 
     data_changes   changes of the data since the checkpoint, for the log
+    notes          flags without effect, and settings of the environment that are ignored
     """
 
     parsed: Parsed[TrainConfig]
@@ -71,10 +72,15 @@ class Launch:
     stream: Stream
     data_changes: list[str]
     held_out: tuple[HeldOut, ...]
+    notes: tuple[str, ...]
 
     @property
     def world(self) -> World:
         return self.budget.machine.world
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.budget.machine.compiles(self.run.config.parallel)
 
     @property
     def start_step(self) -> int:
@@ -91,6 +97,7 @@ def main(argv: list[str]) -> int:
         print_listing(argv)
         parsed = parse(TrainConfig, argv)
 
+        from fms_fsdp.distributed.runtime import log
         from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
         from fms_fsdp.train import train
 
@@ -135,6 +142,10 @@ def main(argv: list[str]) -> int:
             closing.push(lambda kind, error, trace: status.report(error) if error else None)
             closing.enter_context(launch.budget.explaining_out_of_memory(launch.run))
             closing.push(observers.profiler.dump_at_failure)
+            if launch.is_compiled and not state.is_done:
+                blocks = counted(launch.run.model.num_layers, "block")
+                fact = "it may take a minute; later launches use the compiler's cache"
+                log.info("compiling %s for the first step: %s", blocks, fact)
             train(step_settings(launch, mesh), state, timer, observers)
 
         folder = launch.run_dir.folder
@@ -166,7 +177,7 @@ def plan_launch(
     """
     from fms_fsdp.distributed import runtime
     from fms_fsdp.plan import plan_here, resolve
-    from fms_fsdp.run import setup, startup_log
+    from fms_fsdp.run import setup
     from fms_fsdp.run.checks import machine_notes
     from fms_fsdp.run.machine import Machine
     from fms_fsdp.run.memory import MemoryBudget
@@ -176,13 +187,11 @@ def plan_launch(
     # Flags and this machine. A flag that is wrong in itself ends the launch before ranks connect.
     cfg = parsed.config
     world = runtime.World.from_env()
-    runtime.set_up_log(world)
+    runtime.set_up_log(world, has_time=not parsed.dry_run)
     device = runtime.pick_device(world)
     machine = Machine.here(world, device)
     settings = resolve(cfg, machine)
-    for note in [*notes, *machine_notes(cfg, machine, settings.dims)]:
-        runtime.log.info("note: %s", note)
-    startup_log.log_precision(cfg.precision, machine)
+    notes = [*notes, *machine_notes(cfg, machine, settings.dims)]
     phases.done("checks")
     runtime.init_distributed(cfg.parallel, cfg.training, world, device)
     phases.done("group")
@@ -235,26 +244,32 @@ def plan_launch(
         stream=stream,
         data_changes=data_changes,
         held_out=held_out,
+        notes=tuple(notes),
     )
 
 
 def log_plan(launch: Launch) -> None:
     """Logs the run before step 1, on ranks whose log is read: the memory takes time to predict."""
-    from fms_fsdp.distributed.runtime import log
+    from fms_fsdp.distributed.runtime import log, log_note
     from fms_fsdp.run import startup_log
 
     run = launch.run
     budget = launch.budget
     if launch.world.rank > 0 and not run.config.log.log_all_ranks:
         return
+    start = launch.found.resume.start
     lines = [
+        startup_log.describe_versions(run),
         describe_changes(launch.parsed),
-        startup_log.describe(run, budget, launch.stream, launch.held_out, launch.start_step),
+        startup_log.describe(run, budget, launch.stream, launch.held_out, start),
     ]
     if launch.parsed.dry_run:
         lines += startup_log.describe_prediction(run, budget)
         lines.append(startup_log.describe_steps(run, launch.start_step))
     log.info("\n".join(lines))
+    startup_log.warn_of_slow_precision(run.config.precision, budget.machine)
+    for note in [*launch.notes, *startup_log.advise(run, launch.stream, start)]:
+        log_note(note)
     if launch.world.rank == 0 and not launch.parsed.dry_run:  # a dry run reads no tokens
         startup_log.warn_of_missing_labels(launch.stream)
     found = launch.found
@@ -303,8 +318,8 @@ def begin_records(launch: Launch, attempt: int, failed_step: int | None, at_end:
     elif launch.run.config.log.log_all_ranks:
         runtime.log_to_file(run_dir.folder / f"log.rank{rank}.txt")
     check_failed_step(launch.stream, failed_step, launch.start_step)
-    runtime.log_for_files(describe_flags(launch.parsed))
     log_plan(launch)
+    runtime.log_for_files(describe_flags(launch.parsed, launch.run.used_flags))
     launch.phases.done("data")
 
 
@@ -395,7 +410,17 @@ def wire(
     cfg = run.config
     run_dir = launch.run_dir
     rank = launch.world.rank
-    metrics = MetricLogger(run, launch.device, mesh, state, attempt, timer, launch.phases)
+    metrics = MetricLogger(
+        run,
+        launch.device,
+        mesh,
+        state,
+        attempt,
+        timer,
+        launch.phases,
+        memory_bytes=launch.budget.machine.memory[launch.device.type],
+        is_compiled=launch.is_compiled,
+    )
     closing.callback(metrics.close)
     stacks = run_dir.folder / "stacks" / f"rank{rank}.txt"
     watchdog = Watchdog(cfg.parallel.collective_timeout_s, stacks, status.fail)

@@ -33,29 +33,32 @@ CALLED = PROGRAM or "python -m fms_fsdp"
 COMMANDS = {
     "train": (
         "",
-        "train a model, as main_training.py does, with one process per GPU",
+        "train a model with one process per GPU, as main_training.py does",
     ),
     "prepare": (
         "fms_fsdp.prepare.command:main",
-        "text, source code, JSON lines, Parquet → token shards",
+        "tokenize text, source code, JSON lines or Parquet into token shards",
     ),
     "convert": (
         "fms_fsdp.prepare.convert:main",
-        "token ids of Megatron-LM, datatrove, Parquet, Arrow → token shards",
+        "convert token ids of Megatron-LM, datatrove, Parquet or Arrow into token shards",
     ),
     "inspect step": (
         "fms_fsdp.tools.inspect:print_step",
-        "files, documents and tokens in the rows of any step",
+        "list the files, documents and tokens of any step's sequences",
     ),
     "inspect verify": (
         "fms_fsdp.tools.inspect:verify",
-        "every shard against the counts, to the last token",
+        "check every shard against its recorded counts, to the last token",
     ),
     "evaluate": (
         "fms_fsdp.tools.evaluate:main",
-        "held-out loss of a checkpoint, multiple-choice questions, or tasks of lm-eval",
+        "compute the held-out loss of a checkpoint, or answer questions or tasks of lm-eval",
     ),
-    "generate": ("fms_fsdp.tools.generate:main", "text that a checkpoint writes after a prompt"),
+    "generate": (
+        "fms_fsdp.tools.generate:main",
+        "continue a prompt with the model of a checkpoint",
+    ),
     "import": (
         "fms_fsdp.hf.import_upstream:main",
         "convert a checkpoint of upstream fms-fsdp to a Hugging Face checkpoint",
@@ -63,29 +66,32 @@ COMMANDS = {
     "export": ("fms_fsdp.hf.export:main", "write a checkpoint as a Hugging Face checkpoint"),
     "ckpt list": (
         "fms_fsdp.tools.ckpt:list_checkpoints",
-        "the checkpoints of a run: size, tokens, health",
+        "list the checkpoints of a run: size, tokens, validation loss, health",
     ),
     "ckpt verify": (
         "fms_fsdp.tools.ckpt:verify_checkpoints",
-        "every byte of the checkpoints against its checksum",
+        "check all files of the checkpoints against their checksums",
     ),
     "ckpt inspect": (
         "fms_fsdp.tools.ckpt:inspect",
-        "shape, norm and spread of every tensor",
+        "print shape, norm and spread of every tensor of a checkpoint",
     ),
     "ckpt prune": (
         "fms_fsdp.tools.ckpt:prune_checkpoints",
-        "delete checkpoints that a rule does not keep, or show which",
+        "delete checkpoints after a step, and unfinished or corrupt ones",
     ),
     "estimate": (
         "fms_fsdp.tools.estimate:main",
-        "how long a training will take, what it needs, and the fastest layout",
+        "predict memory, speed and days of a training, or find the fastest layout",
     ),
     "translate": (
         "fms_fsdp.tools.translate:main",
-        "the configuration of another program → a TOML file of this one, and what it leaves out",
+        "convert the configuration of another trainer into a TOML file of flags",
     ),
-    "report": ("fms_fsdp.tools.report:main", "a page of curves and tables from run directories"),
+    "report": (
+        "fms_fsdp.tools.report:main",
+        "write a page of curves and tables from run directories",
+    ),
 }
 REMOVED = {  # command -> what to use in its place
     "score": "use evaluate --questions=FILE",

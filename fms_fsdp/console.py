@@ -7,11 +7,15 @@ import logging
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TextIO
 
-_LOSSES = re.compile(r"(?<=\bloss )[0-9.]+|(?<=\bval )[0-9.]+")
+LINE_WIDTH = 110  # characters of a line, with its time
+_TIME_FORMAT = "%H:%M:%S"
+TIME_WIDTH = 9  # characters of the time and the space behind it
+_LOSSES = re.compile(r"(?<=\bloss )[0-9.]+")
 _COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 
 
@@ -27,6 +31,21 @@ def set_up_streams() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+class TimedLines(logging.Formatter):
+    """Puts the time before a message, and indents its other lines below it.
+
+    `prefix` names the rank. Without `has_time` the message stays as it is.
+    """
+
+    def __init__(self, prefix: str = "", *, has_time: bool = True) -> None:
+        time_field = "%(asctime)s " if has_time else ""
+        super().__init__(f"{time_field}{prefix}%(message)s", _TIME_FORMAT)
+        self._indent = " " * (TIME_WIDTH * has_time)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", f"\n{self._indent}")
 
 
 class Console(logging.StreamHandler[TextIO]):
@@ -99,6 +118,26 @@ def table(
         width = max(map(len, column))
         columns.append([pad(cell, width) for cell in column])
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
+def fit(text: str) -> str:
+    """Wraps a text that is longer than a line of the log, and indents its other lines.
+
+    A number and the word behind it, which may be its unit, stay on one line.
+    """
+    wrapped = textwrap.fill(
+        re.sub(r"(?<=\d) (?=[a-zA-Z])", "\0", text),
+        LINE_WIDTH - TIME_WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapped.replace("\0", " ")
+
+
+def cut(text: str, width: int) -> str:
+    """Shortens a text such as a path to its last `width` characters."""
+    return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def rewrite_line(text: str) -> None:

@@ -8,7 +8,6 @@ groups to ranks. Evaluation draws no random number and consumes no training data
 from __future__ import annotations
 
 import math
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH, cut
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.validation import HeldOut, close_held_out
 from fms_fsdp.distributed.mesh import Mesh
@@ -174,14 +174,14 @@ class Evaluator:
         try:
             values = self._evaluate(sources)
         except EvaluationStopped:
-            text = "evaluation at step %d stopped: the next launch begins with it"
-            log.info(text, state.step)
+            log.info("eval @%d stopped: the next launch begins with it", state.step)
             self._mark("eval")
             return
         seconds = time.perf_counter() - begin
         state.evaluation_pending = False
         self._metrics.log(state, values | {"eval_s": seconds})
-        log.info("evaluation at step %d: %s (%.1f s)", state.step, _summary(values), seconds)
+        for line in summary_lines(values, state.step, seconds):
+            log.info(line)
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
             state.validation = state.step, loss
         self._mark("eval")
@@ -210,15 +210,28 @@ class Evaluator:
         close_held_out(self._sources)
 
 
-def _summary(values: dict[str, float]) -> str:
-    """Returns loss, perplexity and bits per byte of each group, then the loss of each source."""
+def summary_lines(values: dict[str, float], step: int, seconds: float) -> list[str]:
+    """Returns a line for each group: loss, perplexity, bits per byte, then the loss of its sources.
+
+    A line names as many sources as fit; metrics.jsonl has all of them.
+    """
     names = [name.removesuffix("/loss") for name in values if name.endswith("/loss")]
-    parts = []
-    for name in sorted(names, key=lambda name: name.count("/")):
-        part = f"{name} loss {values[f'{name}/loss']:.4f}"
-        if "/" not in name:
-            part += f", ppl {values[f'{name}/ppl']:.2f}"
-            bits = values.get(f"{name}/bits_per_byte")
-            part += "" if bits is None else f", {bits:.3f} bits/byte"
-        parts.append(part)
-    return textwrap.shorten("; ".join(parts), 200, placeholder=" …")
+    lines = []
+    for group in [name for name in names if "/" not in name]:
+        line = (
+            f"{group} @{step}  loss {values[f'{group}/loss']:.4f}  ppl {values[f'{group}/ppl']:.2f}"
+        )
+        bits = values.get(f"{group}/bits_per_byte")
+        line += "" if bits is None else f"  {bits:.3f} bits/byte"
+        end = f"  ({seconds:.1f} s)"
+        for name in names:
+            if not name.startswith(f"{group}/"):
+                continue
+            source = cut(name.removeprefix(f"{group}/"), 30)
+            part = f"  {source} {values[f'{name}/loss']:.4f}"
+            if len(line + part + end) > LINE_WIDTH - TIME_WIDTH - len("  …"):
+                line += "  …"
+                break
+            line += part
+        lines.append(line + end)
+    return lines

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 def train(nodes: Nodes, flags: Sequence[str], run_dir: Path) -> int:
     """Trains with valid flags; returns the exit status of main_training.py."""
     if nodes.num_ranks > 1 and not os.environ.get("NPROC_PER_NODE"):
-        say(f"{nodes.num_ranks} ranks; NPROC_PER_NODE=1 for one")
+        say(f"Starting {nodes.num_ranks} ranks; set NPROC_PER_NODE=1 for one …")
     command = build_command(nodes, os.environ, flags)
     raise_open_file_limit()  # torchrun's store has a socket to every rank
     with tempfile.TemporaryDirectory() as folder:
@@ -327,7 +327,7 @@ class Child:
         if status == BAD_INPUT:
             say(f"bad input: {reason}")
         elif status == STOPPED:
-            say(f"stopped early, the same command continues the run: {reason}")
+            say(f"stopped early, the same command resumes the run: {reason}")
         else:
             say(f"failed: {reason}")
 

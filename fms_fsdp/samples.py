@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,6 +14,7 @@ from torch import nn
 
 from fms_fsdp.config import DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.values import one_line
+from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.data.tokenizer import find_tokenizer, shards_bos_id
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
@@ -28,6 +28,7 @@ from fms_fsdp.state import TrainState
 from fms_fsdp.tokenizers.tokenizer import TextRules
 
 SAMPLE_TOKENS = 100  # maximum per text
+_SHOWN_LINES = 3
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,14 @@ class Sampler:
         rows = self._sample()
         self._mark("eval")
         if rows is None:
-            log.info("samples at step %d stopped", state.step)
+            log.info("sample @%d stopped", state.step)
             return
         if self._tokenizer is None:
             return
         texts = []
         for prompt, ids, tokens in zip(self._prompts.texts, self._prompts.ids, rows, strict=True):
             texts.append(prompt + text_after(self._tokenizer, ids, tokens))
-            shown = textwrap.shorten(one_line(texts[-1]), 200)
-            log.info("sample at step %d: %s", state.step, shown)
+            log.info("sample @%d\n%s", state.step, first_lines(texts[-1]))
         self._metrics.log_text(state, "samples", "\n\n".join(texts))
         try:
             with open(self._file, "a", encoding="utf-8") as file:
@@ -138,3 +138,20 @@ class Sampler:
         return [
             list(takewhile(lambda token: token != self._prompts.end_token, row)) for row in rows
         ]
+
+
+def first_lines(text: str) -> str:
+    """Returns the first lines of a text as the log shows them: indented, cut at its width, without
+    control characters, which could forge lines."""
+    width = LINE_WIDTH - TIME_WIDTH - len("  ")
+    shown = []
+    for line in text.splitlines():
+        content = line.expandtabs(4).rstrip()
+        if not content:
+            continue
+        indentation = len(content) - len(content.lstrip())
+        content = " " * indentation + one_line(content)
+        shown.append("  " + (content if len(content) <= width else content[: width - 1] + "…"))
+    if len(shown) > _SHOWN_LINES:
+        shown[_SHOWN_LINES:] = ["  …"]
+    return "\n".join(shown)

@@ -90,6 +90,18 @@ class RunConfig:
         }
 
     @property
+    def used_flags(self) -> dict[str, Any]:
+        """The values of flags that may be derived, by name."""
+        return {
+            "num_steps": self.num_steps,
+            "batch_size": self.batch.batch_size,
+            "grad_accum_steps": self.batch.grad_accum_steps,
+            "global_batch_size": self.batch.global_batch_size,
+            "sharding_strategy": self.dims.strategy,
+            "vocab_size": self.model.vocab_size,
+        }
+
+    @property
     def content(self) -> dict[str, Any]:
         """The content of config.json, in JSON types; `read_run_config` reads it."""
         return {**as_dict(self.config), "resolved": self.resolved}

@@ -74,7 +74,7 @@ make_environment() {
     local base extras constraints="$ROOT/constraints.txt" torch=() output watcher code=0
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         base="$(newest_python)"
-        say "makes an environment in $VENV with $("$base" --version)"
+        say "Creating $VENV with $("$base" --version) …"
         "$base" -m venv "$ROOT/$VENV" ||
             give_up "python venv failed; install python3-venv, or activate an environment of your own"
     fi
@@ -84,7 +84,7 @@ make_environment() {
         sed -E '/^(torch|setuptools)==/d' "$ROOT/constraints.txt" >"$constraints"
         torch=("torch==$TORCH_VERSION.*")
     fi
-    say "installing packages into $VENV${extras:+ ($extras)}; this happens once and takes a minute or more"
+    say "Installing packages into $VENV${extras:+ ($extras)} (once, a minute or more) …"
     watch_pip "$output" &
     watcher=$!
     # pip would compile every module of every package for as long as it installs them

@@ -144,9 +144,7 @@ def prepare_text(target: Path) -> None:
     with lock_folder(PROSE.parent, LOCK_PATIENCE_S, "wait until it ends"):
         if counts.is_file():  # made by another process in the meantime
             return
-        say(
-            f"prepares text of this machine in {target}; this happens once and takes less than a minute"
-        )
+        say(f"Tokenizing Python sources of this machine into {target} (once, less than a minute) …")
         command = [sys.executable, "-m", "fms_fsdp", "prepare", *PREPARE]
         command += [f"--input={find_inputs(PROSE)}", f"--output={target}"]
         ended = subprocess.run([*command, f"--exclude={','.join(NO_TEXT)}"], stdout=sys.stderr)

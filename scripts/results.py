@@ -1,4 +1,4 @@
-"""Tells what a finished run of scripts/train.sh has reached, and what to do next."""
+"""Prints what a finished run of scripts/train.sh has reached, and what to do next."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.config.values import counted
 from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.files import read_json
 from fms_fsdp.launch import say
@@ -46,19 +47,19 @@ def print_results(
     """
     metrics = run_dir / "metrics.jsonl"
     try:
-        print(f"result  {last_losses(metrics)}")
+        print(f"final         {last_losses(metrics)}")
     except (OSError, ValueError) as error:
         say(f"note: {metrics} cannot be read: {error}")
     sample = last_sample(run_dir / "samples.txt")
     if sample:
-        print("sample  " + sample.replace("\n", "\n        "))
+        print("sample        " + sample.replace("\n", "\n              "))
     reason = write_report(run_dir)
     if reason:
         say(f"note: the page of curves could not be made: {reason}")
     else:
-        print(f"report  {(run_dir / 'report.html').absolute().as_uri()}")
+        print(f"report        {(run_dir / 'report.html').absolute().as_uri()}")
     stopwatch.end_part("page")
-    print(f"time    {stopwatch}")
+    print(f"time          {stopwatch}")
     for line in next_commands(run_dir, data_dir, given):
         print(line)
 
@@ -70,22 +71,27 @@ def last_losses(metrics: Path) -> str:
         OSError, ValueError: the file cannot be read.
     """
     last = dict[str, Any]()
+    report_steps = [0]
     for line in metrics.read_text(encoding="utf-8").splitlines():
-        for key, value in json.loads(line).items():
+        record = json.loads(line)
+        if "loss_mean" in record:
+            report_steps.append(record.get("step", 0))
+        for key, value in record.items():
             if value is not None:
                 last[key] = value
     losses = []
     if "loss_mean" in last:
-        losses.append(f"loss {last['loss_mean']:.4f}, the mean since the last report")
+        num_steps = report_steps[-1] - report_steps[-2]
+        losses.append(f"train loss {last['loss_mean']:.4f} (last {counted(num_steps, 'step')})")
     for name, group in (("validation", "eval"), ("test", "test")):
         if f"{group}/loss" not in last:
             continue
         loss = f"{name} loss {last[f'{group}/loss']:.4f}"
         bits = last.get(f"{group}/bits_per_byte")
         if bits is not None:
-            loss += f" ({bits:.3f} bits per byte)"
+            loss += f" ({bits:.3f} bits/byte)"
         losses.append(loss)
-    return "; ".join(losses)
+    return ", ".join(losses)
 
 
 def last_sample(samples: Path) -> str:
@@ -117,16 +123,16 @@ def write_report(run_dir: Path) -> str:
 
 def next_commands(run_dir: Path, data_dir: str, given: Mapping[str, str]) -> Iterator[str]:
     """Yields lines with what a user does after a run."""
-    yield f"folder  {run_dir}: metrics.jsonl, checkpoints, log.txt, console.txt"
+    yield f"folder        {run_dir}: metrics.jsonl, checkpoints, log.txt, console.txt"
     if "VIRTUAL_ENV" not in os.environ and Path(sys.prefix) == Path(".venv").absolute():
-        yield "next    source .venv/bin/activate"
-    yield f"curves  tensorboard --logdir {shlex.quote(f'{run_dir}/tensorboard')}"
+        yield "activate      source .venv/bin/activate"
+    yield f"curves        tensorboard --logdir {shlex.quote(f'{run_dir}/tensorboard')}"
     num_steps = read_json(run_dir / "status.json").get("step") or 1000
-    yield f"longer  {longer_command(given, 3 * num_steps)}"
-    yield "yours   python -m fms_fsdp prepare --input=docs --output=data/docs --split=98,2 \\"
-    yield f"            --tokenizer={shlex.quote(f'{data_dir}/tokenizer.model')}"
+    yield f"train longer  {longer_command(given, 3 * num_steps)}"
+    yield "your text     python -m fms_fsdp prepare --input=docs --output=data/docs --split=98,2 \\"
+    yield f"                  --tokenizer={shlex.quote(f'{data_dir}/tokenizer.model')}"
     train = "bash scripts/train.sh --data_path=data/docs --datasets=docs"
-    yield f"        {train}     (replace docs with your folder)"
+    yield f"              {train}     (replace docs with your folder)"
 
 
 def longer_command(given: Mapping[str, str], num_steps: int) -> str:

@@ -19,7 +19,7 @@ from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint, check_resume
 from fms_fsdp.run.setup import Found
-from fms_fsdp.run.startup_log import log_precision
+from fms_fsdp.run.startup_log import warn_of_slow_precision
 from fms_fsdp.state import RunConfig, working_folder
 
 ALONE, ONE_ROW, ONE_PROCESS, FRESH = (
@@ -79,7 +79,7 @@ def planned(
     machine = Machine.here(world, device)
     for note in [*parsed.notes, *machine_notes(cfg, machine, resolve(cfg, machine).dims)]:
         log.info("note: %s", note)
-    log_precision(cfg.precision, machine)
+    warn_of_slow_precision(cfg.precision, machine)
     machine = machine.measured(device)
     corpus = setup.find_corpus(cfg)
     settings = resolve(cfg, machine, None if corpus is None else corpus.vocab_size)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import select
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from fms_fsdp.console import Console
+from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH, Console, TimedLines, cut, fit
 from fms_fsdp.distributed.runtime import log, show_progress
 
 ERASE = "\r\x1b[K"
@@ -67,11 +68,11 @@ def test_the_live_line_stands_below_the_lines_of_a_terminal(terminal: Terminal) 
 
 def test_only_a_terminal_gets_colours(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(terminal.stream)
-    console.emit(line("step 20/900  loss 4.5000  val 4.6000  norm 1.0"))
+    console.emit(line("step 20/900  loss 4.5000  norm 1.0"))
     console.emit(line("careful", logging.WARNING))
     bold = "\x1b[1;36m{}\x1b[0m".format
     assert terminal.shown() == (
-        f"step 20/900  loss {bold('4.5000')}  val {bold('4.6000')}  norm 1.0\n\x1b[33mcareful\x1b[0m\n"
+        f"step 20/900  loss {bold('4.5000')}  norm 1.0\n\x1b[33mcareful\x1b[0m\n"
     )
     monkeypatch.setenv("NO_COLOR", "1")
     Console(terminal.stream).emit(line("loss 4.5000"))
@@ -109,3 +110,25 @@ def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LAUNCH_TERMINAL", "/dev/null")
     Console(pipe).show("step 3/9")  # no terminal
     assert pipe.getvalue() == "a line\n"
+
+
+def test_time_is_before_a_message_once() -> None:
+    pipe = io.StringIO()
+    console = Console(pipe)
+    console.setFormatter(TimedLines("[rank 1] "))
+    console.emit(line("model: tiny\ndevices: 1 CPU rank"))
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d \[rank 1\] model: tiny\n {9}devices: 1 CPU rank\n", pipe.getvalue()
+    )
+    console.setFormatter(TimedLines(has_time=False))
+    console.emit(line("model: tiny\ndevices: 1 CPU rank"))
+    assert pipe.getvalue().endswith("\nmodel: tiny\ndevices: 1 CPU rank\n")
+
+
+def test_long_facts_are_wrapped_between_words() -> None:
+    text = "memory estimate: " + ", ".join(f"part {number} 1.2 GiB" for number in range(20))
+    lines = fit(text).splitlines()
+    assert len(lines) > 2 and all(len(each) <= LINE_WIDTH - TIME_WIDTH for each in lines)
+    assert all(each.startswith("  part") for each in lines[1:])
+    assert " ".join(each.strip() for each in lines) == text
+    assert cut("a/long/path/of/a/source", 10) == "…/a/source" and cut("short", 10) == "short"

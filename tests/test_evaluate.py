@@ -138,9 +138,9 @@ def test_run_records_its_evaluations(whole: Path) -> None:
     assert spent == {1: True, 2: False, 3: True, 4: False}
     log = (whole / "log.txt").read_text()
     assert "validation: eval/code 12 sequences, eval/docs 12 sequences, test/code" in log
-    line = next(text for text in log.splitlines() if "evaluation at step 4" in text)
-    for name in ("eval", "eval/docs"):
-        assert f"{name} loss {found[4][f'{name}/loss']:.4f}" in line
+    line = next(text for text in log.splitlines() if "eval @4  " in text)
+    assert f"eval @4  loss {found[4]['eval/loss']:.4f}  ppl " in line
+    assert f"  docs {found[4]['eval/docs/loss']:.4f}  " in line
 
 
 def test_losses_equal_a_slow_reference(corpus: Path, whole: Path) -> None:
@@ -389,9 +389,9 @@ def test_test_data_is_evaluated_once_at_the_end(corpus: Path, tmp_path: Path) ->
     argv = (*argv, f"--test_data_path={corpus / 'validation'}", "--test_steps=2")
     assert run(*argv, "--exit_interval=2").returncode == 75
     assert evaluations(tmp_path) == {}
-    assert "evaluation at step 4: test loss" in trained(*argv)
+    assert "test @4  loss " in trained(*argv)
     assert "test/code 8 sequences, test/docs 8 sequences" in (tmp_path / "log.txt").read_text()
-    assert "evaluation" not in trained(*argv), "a finished run is not evaluated again"
+    assert "test @4" not in trained(*argv), "a finished run is not evaluated again"
     assert evaluations(tmp_path, 3) == {}
     ((step, found),) = evaluations(tmp_path, 2).items()
     assert step == 4 and "eval/loss" not in found

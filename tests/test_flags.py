@@ -113,8 +113,14 @@ def test_flags_override_config_files_in_order(tmp_path: Path) -> None:
     values = flag_values(parsed.config)
     assert (values["seq_length"], values["num_steps"], values["learning_rate"]) == (64, 8, 2e-3)
     assert parsed.origins["num_steps"].endswith("b.json")
-    shown = describe_flags(parsed)
-    for line in ("* num_steps = 8", "  seed = 2023", "overridden: learning_rate"):
+    shown = describe_flags(parsed, {"vocab_size": 512})
+    lines = (
+        "* num_steps = 8",
+        "seed = 2023",
+        "vocab_size = none, which is 512",
+        "overridden: learning_rate",
+    )
+    for line in lines:
         assert line in shown
 
 
@@ -192,9 +198,48 @@ def test_every_flag_has_help() -> None:
     fields, texts = flag_table(TrainConfig), help_texts(TrainConfig)
     assert texts.keys() == fields.keys() and all(len(text) > 10 for text in texts.values())
     shown = help_text(TrainConfig, "x", every=True)
-    assert all(f"--{name} (" in shown for name in fields)
-    flags = re.findall(r"^  --(\w+) ", help_text(TrainConfig, "x", every=False), re.MULTILINE)
+    assert all(f"\n  --{name}=" in shown for name in fields)
+    flags = re.findall(r"^  --(\w+)=", help_text(TrainConfig, "x", every=False), re.MULTILINE)
     assert len(flags) == 10 and set(flags) == set(FIRST_FLAGS.split())
+
+
+def test_help_shows_the_used_value_within_the_width() -> None:
+    shown = help_text(TrainConfig, "x", every=True, width=90)
+    assert max(map(len, shown.splitlines())) <= 90
+    for flag in (
+        "num_steps=INT [1000]",
+        "sharding_strategy=auto",
+        "data_path=PATH",
+        "seed=INT [2023]",
+    ):
+        assert f"\n  --{flag}" in shown
+    assert "default none" not in shown and "(default: 1000)" not in shown
+
+
+def test_help_of_estimate_begins_with_its_own_flags() -> None:
+    config_type = config_type_of("estimate")
+    short = help_text(config_type, "estimate", every=False).splitlines()
+    assert short[1].startswith("  --parameters=INT") and len(short) < 90
+    assert any(line.startswith("  --model_variant=") for line in short)
+    assert "--help=all also lists all other flags" in short[-1]
+    assert "  --profiler_stacks=" in help_text(config_type, "estimate", every=True)
+
+
+COMMANDS_WITH_REQUIRED_FLAGS = [
+    name for name in COMMANDS if name != "train" and "inspect " not in name and name != "evaluate"
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS_WITH_REQUIRED_FLAGS)
+def test_required_flags_are_marked_and_required(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    required = [row.name for row in flag_table(config_type_of(command)).values() if row.required]
+    shown = help_text(config_type_of(command), command, every=True)
+    assert shown.count("(required)") == len(required)
+    if required:
+        assert run_command(command.split()) == 2
+        assert capsys.readouterr().err.startswith(f"{command}: error: ")
 
 
 def test_configuration_page_is_up_to_date() -> None:
@@ -523,5 +568,7 @@ def test_logged_flags_can_be_copied() -> None:
         f"--output_dir=/runs/{'long name ' * 12}x",
     ]
     parsed = parse_with_origins(TrainConfig, given)
-    label, *copied = shlex.split(describe_changes(parsed))
+    lines = describe_changes(parsed).split(" \\\n")
+    assert len(lines) == 3 and all(len(line) <= 98 for line in lines[:-1])
+    label, *copied = shlex.split(" ".join(lines))
     assert label == "flags:" and parse(*copied) == parsed.config

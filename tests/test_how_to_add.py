@@ -49,10 +49,10 @@ def test_flag_is_added_as_the_page_says(tmp_path: Path) -> None:
     before, name, after = path.read_text().partition("    learning_rate: float")
     path.write_text(f"{before}{row}\n{name}{after}")
     helped = run_python(tmp_path, "main_training.py", "--help=all").stdout
-    assert "  --label_smoothing (float, default 0.0)\n      Fraction of the prob" in helped
+    assert "  --label_smoothing=FLOAT [0.0]\n      Fraction of the prob" in helped
     written = run_python(tmp_path, "-m", "fms_fsdp.tools.flags_page").stdout
     assert (
-        "| `--label_smoothing` float | `0.0` | Fraction" in written
+        "`--label_smoothing` float | `0.0` | Fraction" in written
         and ". *logged, name* |" in written
     )
     rejected = run_python(tmp_path, "main_training.py", "--label_smoothing=1")

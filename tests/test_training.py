@@ -65,7 +65,7 @@ def test_report_has_means_of_its_interval(whole: Path, tmp_path: Path) -> None:
     more = ("--num_steps=8", "--trackers=none", "--diagnostics=True", "--log_num_zeros=True")
     output = trained(*argv, *more, f"--output_dir={tmp_path}")
     assert "\r" not in output and "\x1b" not in output and not (tmp_path / "tensorboard").exists()
-    assert re.findall(r"^step (\d)/8 at \d\d:\d\d:\d\d$", output, re.MULTILINE) == ["2", "6"]
+    assert re.findall(r"^\d\d:\d\d:\d\d step (\d)/8$", output, re.MULTILINE) == ["2", "6"]
     every, some = metrics(whole), metrics(tmp_path)
     assert list(some) == [1, 4, 8]
     for first, last in ((1, 1), (2, 4), (5, 8)):  # all steps have the same number of labels

@@ -249,7 +249,8 @@ def _load(tensors: Tensors, reader: CheckpointReader, *, is_alone: bool) -> None
             raise inner from error
         reason = f"{type(inner).__name__}: {inner}".splitlines()[0]
         raise UserError(
-            f"{reader.path} does not hold these tensors ({reason}); choose a checkpoint of this model"
+            f"the checkpoint {reader.path} is of another model ({reason}); choose one of this model, or "
+            "set the model flags of its config.json"
         ) from error
 
 

@@ -71,6 +71,7 @@ class Flag:
     in_name      the default run name depends on the flag; by default of "logged" and "fixed" ones
     orders_data  the flag decides the order of data that starts from scratch
     positional   arguments without a name belong to this flag
+    required     the command does not run without it; --help says so
     help         replaces the docstring
     """
 
@@ -91,6 +92,7 @@ class Flag:
     orders_data: bool = False
     advanced: bool = False
     positional: bool = False
+    required: bool = False
     name: str = ""
     section: str = ""
     type: Any = None

@@ -21,7 +21,7 @@ class ModelConfig:
     """
 
     model_variant: str = fixed_flag("7b", form="folder name")
-    """Name of the model variant; an unknown name lists all variants."""
+    """Name of the model variant; --list_variants lists all."""
     hf_config: str = fixed_flag("", form="path")
     """Hugging Face config.json that gives the shape instead of a variant; weights are random."""
     init_from_hf: str = flag("", form="path", in_name=True)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,6 +48,8 @@ FIRST_FLAGS = (
     "model_variant data_path use_dummy_dataset seq_length batch_size num_steps learning_rate "
     "sharding_strategy eval_interval run_name"
 )
+_WIDEST = 110  # characters of a line of --help
+FLAGS_WIDTH = 96  # characters of a line of `describe_changes`
 # flags that are not part of a config: no file and no run name contains them
 _FILES = {name: Flag("", name=name, type=str, form="path") for name in ("config", "config_dir")}
 _DRY_RUN = Flag(False, name="dry_run", type=bool)
@@ -337,10 +342,16 @@ def rows_by_section(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
         yield section, list(rows)
 
 
-def type_name(row: Flag) -> str:
-    """Returns the type of a flag for --help."""
-    others = [*row.words, *["none"] * row.is_optional]
-    return " or ".join([f"{row.kind.__name__}{',…' if row.is_list else ''}", *others])
+def value_name(row: Flag) -> str:
+    """Returns the values that a flag takes for --help: INT, fsdp|ddp or PATH,…"""
+    if row.choices:
+        name = "|".join(row.choices)
+    elif row.kind is str:
+        name = "PATH" if row.form == "path" else "TEXT"
+    else:
+        name = row.kind.__name__.upper()
+    words = "".join(f"|{word}" for word in row.words)
+    return f"{name}{words}{',…' if row.is_list else ''}"
 
 
 def shown_value(value: Any) -> str:
@@ -349,13 +360,23 @@ def shown_value(value: Any) -> str:
 
 
 def describe_changes(parsed: Parsed[Any]) -> str:
-    """Returns the values that are not defaults as flags on one line, which a shell can read."""
+    """Returns the values that are not defaults as flags, which a shell can read: \\ ends a line that
+    continues."""
     changed = non_defaults(parsed.config).items()
-    return shlex.join(["flags:", *(f"--{name}={typed(value)}" for name, value in changed)])
+    lines = ["flags:"]
+    for name, value in changed:
+        word = shlex.quote(f"--{name}={typed(value)}")
+        if len(lines[-1]) + len(word) > FLAGS_WIDTH:
+            lines.append(" ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)
 
 
-def describe_flags(parsed: Parsed[Any]) -> str:
-    """Returns all flags by section; `*` marks a changed value, with its origin."""
+def describe_flags(parsed: Parsed[Any], used: Mapping[str, Any]) -> str:
+    """Returns all flags by section; `*` marks a changed value, with its origin.
+
+    used   values that were derived, for flags that are not set
+    """
     lines = []
     values = flag_values(parsed.config)
     changed = non_defaults(parsed.config)
@@ -367,12 +388,20 @@ def describe_flags(parsed: Parsed[Any]) -> str:
             if row.name in changed:
                 mark = "*"
                 origin = f"  ({parsed.origins.get(row.name, 'flag')})"
-            lines.append(f"  {mark} {row.name} = {shown_value(values[row.name])}{origin}")
+            value = shown_value(values[row.name])
+            if value in ("none", "auto") and row.name in used:
+                value += f", which is {shown_value(used[row.name])}"
+            lines.append(f"  {mark} {row.name} = {value}{origin}")
     return "\n".join([*lines, *(f"overridden: {item}" for item in parsed.overridden)])
 
 
-def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
-    """Returns type, default, choices and help of all flags; for training a few unless `every`."""
+def help_text(config_type: type[Any], usage: str, *, every: bool, width: int | None = None) -> str:
+    """Returns value, default and help of flags; of training flags a few unless `every`.
+
+    width   of the lines; None takes the terminal's
+    """
+    if width is None:
+        width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
     lines = [f"usage: {usage} [--config=a.toml,b.toml] [--config_dir=DIR] [--flag=value …]"]
     if config_type is TrainConfig:
         lines += [
@@ -382,26 +411,58 @@ def help_text(config_type: type[Any], usage: str, *, every: bool) -> str:
         ]
     if examples := getattr(config_type, "examples", ()):
         lines += ["\nexamples:", *(f"  {usage} {example}" for example in examples)]
-    first = FIRST_FLAGS.split() if config_type is TrainConfig and not every else ()
+    is_short = not every and "learning_rate" in flag_table(config_type)
     texts = help_texts(config_type)
-    for section, rows in rows_by_section(config_type):
-        lines += [f"\n{section}"] if section and not first else []
+    sections = list(rows_by_section(config_type))
+    sections.sort(key=lambda section: section[0] != "")  # the command's own flags come first
+    for section, rows in sections:
+        if is_short and section:
+            rows = [row for row in rows if row.name in FIRST_FLAGS.split()]
+        if section and rows and not (is_short and config_type is TrainConfig):
+            lines.append(f"\n{section}")
         for row in rows:
-            if first and row.name not in first:
-                continue
-            choices = f" [{'|'.join(row.choices)}]" if row.choices else ""
-            default = shown_value(row.default)
-            lines.append(
-                f"  --{row.name.rstrip('_')} ({type_name(row)}, default {default}){choices}"
-            )
-            advanced = " (advanced)" if row.advanced else ""
-            lines.append(f"      {texts[row.name]}{advanced}{needs_note(row)}")
-    if first:
+            lines += _help_of_flag(row, texts[row.name], width)
+    if config_type is TrainConfig and is_short:
         lines.append(
             "\n--help=all lists every flag, --list_variants the models; --dry_run checks a launch and "
             "writes nothing"
         )
+    elif is_short:
+        lines.append(
+            "\n--help=all also lists all other flags of a training, which the command takes"
+        )
     return "\n".join(lines)
+
+
+def _help_of_flag(row: Flag, text: str, width: int) -> list[str]:
+    """Returns the lines of a flag: its values and the used default, then its text."""
+    text, default = split_default(row, text)
+    head = f"--{row.name.rstrip('_')}={value_name(row)}"
+    if row.required:
+        head += " (required)"
+    elif default:
+        head += f" [{default}]"
+    if row.advanced:
+        head += " (advanced)"
+    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    indent = " " * 6
+    return [
+        *wrap(head, initial_indent="  ", subsequent_indent=indent),
+        *wrap(f"{text}{needs_note(row)}", initial_indent=indent, subsequent_indent=indent),
+    ]
+
+
+def split_default(row: Flag, text: str) -> tuple[str, str]:
+    """Returns the help without "(default: …)", and the value that is used if the flag is not set.
+
+    The value is "" if there is none.
+    """
+    match = re.fullmatch(r"(.*?) \(default: ([^()]+)\)(.*)", text, re.DOTALL)
+    if shown_value(row.default) != "none":
+        return text, shown_value(row.default)
+    if match is None:
+        return text, ""
+    return match[1] + match[3], match[2]
 
 
 def needs_note(row: Flag) -> str:

@@ -98,6 +98,13 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
+def rounded_bytes(num_bytes: float) -> str:
+    """Returns a size with three digits: 131 GiB, and 18.9 MiB below 1 GiB."""
+    if num_bytes >= 2**30:
+        return f"{plain(num_bytes / 2**30)} GiB"
+    return f"{plain(num_bytes / 2**20)} MiB"
+
+
 def did_you_mean(known: Iterable[str], word: str, *, cutoff: float = 0.75, mark: str = "") -> str:
     """Returns a hint with the known words that extend `word` or that it extends, else with the most
     similar one; "" if no word is similar enough.

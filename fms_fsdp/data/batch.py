@@ -34,17 +34,16 @@ class Batch(NamedTuple):
 def check_batch(batch: Batch, vocab_size: int, step: int, first_row: int) -> None:
     """Raises UserError, with its place, for a token or a label that the model does not know. `first_row` is
     the position of row 0 in the global batch of `step`."""
-    known = f"from 0 to {vocab_size - 1}, which --vocab_size says"
-    rules = {"token": known, "label": f"{IGNORED_LABEL}, which is masked, or {known}"}
-    for (name, rule), ids_BS in zip(rules.items(), batch[:2], strict=True):
+    for name, ids_BS in zip(("token", "label"), batch[:2], strict=True):
         wrong_BS = (ids_BS < 0) | (ids_BS >= vocab_size)
         if name == "label":
             wrong_BS &= ids_BS != IGNORED_LABEL
         if wrong_BS.any():
             row, position = wrong_BS.nonzero()[0].tolist()
             raise UserError(
-                f"{name} ({ids_BS[row, position]}) of step {step}, row {first_row + row}, position "
-                f"{position} must be {rule}; correct the data"
+                f"{name} {ids_BS[row, position]} at step {step}, sequence {first_row + row}, position "
+                f"{position} is outside the vocabulary ({vocab_size:,}); prepare the data with the "
+                f"tokenizer of the model (`python -m fms_fsdp inspect step --step={step}` names the file)"
             )
 
 

@@ -147,7 +147,7 @@ def open_corpus(
             )
         if source.num_tokens < section.seq_length:
             raise ShortSource(
-                f"source {name} has {source.num_tokens} tokens, but must have at least one sequence "
+                f"source {name} has {source.num_tokens:,} tokens, less than one sequence "
                 f"(--seq_length={section.seq_length}); lower --seq_length, or remove the source"
             )
         for number, path in enumerate(shards):
@@ -251,6 +251,8 @@ def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list
 
 
 def _how_to_prepare(paths: list[str]) -> str:
+    if any(path.startswith("meta/prepare/") for path in paths):
+        return "it holds an unfinished `prepare`: run that command again, it resumes"
     text = next((path for path in paths if path.endswith(TEXT_SUFFIXES)), None)
     made = f"{text} is text: make shards of it" if text else "make some"
     return f"{made} with `python -m fms_fsdp prepare --input=FILES --output=FOLDER`"

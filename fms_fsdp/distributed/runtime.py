@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from fms_fsdp.config import ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import shown
-from fms_fsdp.console import Console
+from fms_fsdp.console import Console, TimedLines
 from fms_fsdp.cpu_tuning import keep_freed_memory, raise_open_file_limit
 from fms_fsdp.errors import (
     RunFailed,
@@ -360,11 +360,11 @@ class HostCopy:
         return self._values.tolist()
 
 
-def set_up_log(world: World) -> None:
+def set_up_log(world: World, *, has_time: bool = True) -> None:
     """Makes rank 0 print lines, and the other ranks their own warnings, with their rank."""
     handler = Console(sys.stdout)
     prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
-    handler.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    handler.setFormatter(TimedLines(prefix, has_time=has_time))
     handler.addFilter(lambda record: not hasattr(record, "for_files"))
     log.handlers[:] = [handler]
     log.propagate = False
@@ -394,6 +394,11 @@ def close_log_files() -> None:
 def log_for_files(text: str) -> None:
     """Appends a long text to log.txt, not to the terminal."""
     log.info(text, extra={"for_files": True})
+
+
+def log_note(text: str) -> None:
+    """Logs a line of advice, or that a flag has no effect: neither is an error."""
+    log.info("note: %s", text)
 
 
 def show_progress(text: str) -> None:

@@ -332,8 +332,8 @@ def _sliding_window(family: Family, content: Mapping[str, Any], num_layers: int)
         raise UserError(f"sliding_window={_text(window)} must be a positive integer or null")
     if content.get("use_sliding_window") not in (None, False):
         raise UserError(
-            f"use_sliding_window={_text(content['use_sliding_window'])} must be false, because our "
-            "models have a window in every layer or in none"
+            f"use_sliding_window={_text(content['use_sliding_window'])} is not supported for this model "
+            "type; set it to false in config.json to load the model with full attention"
         )
     types = content.get("layer_types")
     if types is not None:
@@ -436,10 +436,12 @@ def find_family(config: TransformerConfig) -> Family:
         UserError: none does; the message names the options in the way.
     """
     nearest: tuple[Family, dict[str, Any]] | None = None
+    reasons = []
     for family in FAMILIES.values():
         try:
             back = config_from_hf(_fields(config, family))
-        except UserError:  # this family cannot express the sizes
+        except UserError as error:  # this family cannot express the sizes
+            reasons.append(f"{family.model_type}: {error}")
             continue
         lost = dict[str, Any]()  # the options that the file cannot express, and what it would say
         for name in _EXPORTED:
@@ -451,8 +453,8 @@ def find_family(config: TransformerConfig) -> Family:
             nearest = family, lost
     if nearest is None:
         raise UserError(
-            "no Hugging Face family supports the sizes of this model; to export a model, train a variant "
-            "of --list_variants"
+            f"no Hugging Face family supports the sizes of this model ({reasons[0]}); to export a model, "
+            "train a variant of --list_variants"
         )
     family, lost = nearest
     options = ", ".join(

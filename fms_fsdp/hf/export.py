@@ -69,9 +69,10 @@ class ExportConfig:
         "",
         "run, checkpoint folder (its newest checkpoint) or checkpoint",
         form="path",
+        required=True,
     )
     step: int | None = flag(None, "step of the checkpoint", min=1)
-    output: str = flag("", "folder to create", form="path")
+    output: str = flag("", "folder to create", form="path", required=True)
     dtype: str = flag("bf16", "dtype of the weights", choices=tuple(DTYPES))
     max_shard_gb: float = flag(5.0, "maximum size of a weight file in 10^9 bytes", above=0)
 

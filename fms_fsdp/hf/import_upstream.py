@@ -27,8 +27,9 @@ class ImportConfig:
         "",
         "checkpoint of upstream fms-fsdp: step_N_ckp, a .pth file or a folder of these",
         form="path",
+        required=True,
     )
-    output: str = flag("", "Hugging Face checkpoint to create", form="path")
+    output: str = flag("", "Hugging Face checkpoint to create", form="path", required=True)
     ntk_alpha: int = flag(1, "factor of upstream's NTK scaling of RoPE; 1 is none", min=1)
     dtype: str = flag("fp32", "dtype of the weights", choices=tuple(DTYPES))
     max_shard_gb: float = flag(5.0, "maximum size of a weight file in 10^9 bytes", above=0)

@@ -136,7 +136,8 @@ def _open_file(path: Path) -> _Source:
         return list(map(str, state)), state.__getitem__
     except Exception as error:  # pickle and zip raise many types
         raise UserError(
-            f"there is no model_state of weights alone ({type(error).__name__}); name its folder or .pth"
+            f"{path} is not a checkpoint of upstream fms-fsdp (no `model_state` with only weights: "
+            f"{type(error).__name__}); name a step_N_ckp folder or a .pth file"
         ) from None
 
 

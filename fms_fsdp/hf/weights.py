@@ -345,7 +345,8 @@ def check_names(
     """Returns the weights of the model. Raises: UserError unless `names` are these."""
     if config.num_layers > len(names):
         raise UserError(
-            f"{config.num_layers} layers need more than the {len(names)} weights; {remedy}"
+            f"the checkpoint has only {len(names)} weights for {config.num_layers} layers, so it is "
+            f"incomplete; {remedy}"
         )
     expected = weight_map(config)
     for name in expected:

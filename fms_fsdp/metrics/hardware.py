@@ -19,6 +19,8 @@ from fms_fsdp.models.flops import (
 from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.state import RunConfig
 
+_USABLE = 0.9  # fraction of a GPU's memory; fragments and NCCL take the rest
+
 
 @dataclass(frozen=True)
 class Utilization:
@@ -79,6 +81,21 @@ def memory_stats(device: torch.device) -> dict[str, float]:
         return {"mem_gib": int(rss) / 2**20, "peak_mem_gib": int(peak) / 2**20}
     except (OSError, IndexError, ValueError):
         return {"peak_mem_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def advice_on_memory(run: RunConfig, peak_gib: float, available_bytes: int) -> str:
+    """Returns advice if a step uses less than a third of a GPU's memory; else "".
+
+    Twice the micro-batch takes at most twice the memory, because weights and optimizer state stay.
+    """
+    available = available_bytes / 2**30
+    if 3 * peak_gib >= available:
+        return ""
+    factor = int(_USABLE * available / peak_gib)
+    return (
+        f"a step uses {peak_gib:.1f} of {available:.1f} GiB of the GPU; "
+        f"--batch_size={factor * run.batch.batch_size} would fit and is often faster"
+    )
 
 
 def diagnostics(device: torch.device) -> dict[str, float]:

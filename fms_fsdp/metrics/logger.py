@@ -14,19 +14,26 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fms_fsdp.config.values import counted, short
+from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.data.stream import Consumption
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import log, show_progress
+from fms_fsdp.distributed.runtime import log, log_note, show_progress
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.metrics.hardware import EnergyMeter, diagnostics, find_utilization, memory_stats
+from fms_fsdp.metrics.hardware import (
+    EnergyMeter,
+    advice_on_memory,
+    diagnostics,
+    find_utilization,
+    memory_stats,
+)
 from fms_fsdp.metrics.interval import (
     IntervalMetrics,
     SpikeDetector,
@@ -46,7 +53,8 @@ _BLOCK_BYTES = 1 << 16
 class MetricLogger:
     """Reports the first, the last and every `report_interval`-th step.
 
-    Other components log their measurements with `log`, `log_text` and `event`.
+    Other components log their measurements with `log`, `log_text` and `event`. `memory_bytes` are
+    those that this rank may use; 0 if unknown.
     """
 
     def __init__(
@@ -58,6 +66,8 @@ class MetricLogger:
         attempt: int,
         timer: PhaseTimer,
         phases: LaunchPhases,
+        memory_bytes: int = 0,
+        is_compiled: bool = False,
     ) -> None:
         cfg = run.config
         self._run = run
@@ -68,6 +78,9 @@ class MetricLogger:
         self._attempt = attempt
         self._timer = timer
         self._phases = phases
+        self._memory_bytes = memory_bytes
+        self._is_compiled = is_compiled
+        self._advises_on_memory = device.type == "cuda"
         self._file = MetricsFile(
             Path(cfg.output_dir, "metrics.jsonl") if mesh.is_main else Path(os.devnull)
         )
@@ -105,8 +118,7 @@ class MetricLogger:
             following = min(state.num_steps, (step // every + 1) * every)
             show_progress(f"step {step}/{state.num_steps} · next report at step {following}")
             if self._cfg.print_interval and step % self._cfg.print_interval == 0:
-                now = datetime.now().strftime("%H:%M:%S")
-                log.info("step %d/%d at %s", step, state.num_steps, now)
+                log.info("step %d/%d", step, state.num_steps)
             return False
         masked_rows = state.stream.num_masked_rows
         values = self._interval.read(
@@ -114,12 +126,17 @@ class MetricLogger:
         )
         self._timer.mark("report")
         record = self.log(state, self._measure(state, values, self._timer.read()))
-        log.info(report_line(record, state))
+        num_devices = self._mesh.size("world")
+        log.info(report_line(record, state, num_devices, self._memory_bytes))
         if state.steps_in_launch == 1:
             self._phases.done("first step")
-            log.info(self._phases.text())
+            log.info(self._phases.text(compiled=self._is_compiled))
             seconds = {f"{k.replace(' ', '_')}_s": v for k, v in self._phases.seconds.items()}
-            self.event("start", step, world_size=self._mesh.size("world"), **seconds)
+            self.event("start", step, world_size=num_devices, **seconds)
+        elif self._advises_on_memory:  # the first step also tries kernels
+            self._advises_on_memory = False
+            if advice := advice_on_memory(self._run, record["peak_mem_gib"], self._memory_bytes):
+                log_note(advice)
         if self._spikes.is_spike(record["loss"]):
             log.warning(
                 "step %d: loss spike; list its data with `python -m fms_fsdp inspect step --step=%d`; "
@@ -305,23 +322,74 @@ def _end_of_lines(path: Path) -> int:
     return 0
 
 
-def report_line(record: Record, state: TrainState) -> str:
+def report_line(record: Record, state: TrainState, num_devices: int, memory_bytes: int) -> str:
     """Returns a report as one line, with the mean loss of the interval.
 
-    The first step of a launch compiles, so its line has no throughput and no time left.
+    The first step of a launch compiles, so its line has no throughput and no time left. A line that
+    is too long loses the rate per device first, then the step time and the norm.
+
+    memory_bytes   those that a rank may use; 0 if unknown
     """
-    parts = [
-        f"step {state.step}/{state.num_steps}",
-        f"loss {record['loss_mean']:.4f}",
-        f"{counted(record['masked_rows'], 'sequence')} masked" if record["masked_rows"] else "",
-        f"val {state.validation[1]:.4f}" if state.validation else "",
-        f"lr {record['lr']:.2e}",
-        f"norm {record['grad_norm']:.3f}",
-        f"{short(record['tokens_seen'], 3)} tokens",
-    ]
+    masked = ""
+    if record["masked_rows"]:
+        masked = f"{counted(record['masked_rows'], 'sequence')} masked"
+    fields = {
+        "step": f"step {state.step}/{state.num_steps}",
+        "loss": f"loss {record['loss_mean']:.4f}",
+        "lr": f"lr {record['lr']:.2e}",
+        "norm": f"norm {_short_norm(record['grad_norm'])}",
+        "masked": masked,
+    }
     if state.steps_in_launch > 1:
-        parts.append(f"{record['tokens_per_sec_per_device']:,.0f} tok/s/device")
-        parts.append(f"mfu {record['mfu']:.0%}" if "mfu" in record else "")
-        parts.append(f"{timedelta(seconds=round(record['eta_s']))} left")
-    parts.append(f"{record['peak_mem_gib']:.1f} GiB")
-    return "  ".join(filter(None, parts))
+        fields["time"] = _step_time(record["step_time_ms"])
+        fields["rate"] = f"{_rate(record['tokens_per_sec'])} tok/s"
+        if num_devices > 1:
+            fields["device rate"] = f"({_rate(record['tokens_per_sec_per_device'])}/device)"
+        if "mfu" in record:
+            fields["mfu"] = f"mfu {record['mfu']:.0%}"
+    fields["memory"] = _used_of(record["peak_mem_gib"], memory_bytes)
+    if state.steps_in_launch > 1:
+        fields["left"] = f"{_time_left(record['eta_s'])} left"
+    for name in ("", "device rate", "time", "norm"):
+        fields.pop(name, None)
+        line = "  ".join(filter(None, fields.values()))
+        if len(line) <= LINE_WIDTH - TIME_WIDTH:
+            break
+    return line
+
+
+def _short_norm(norm: float) -> str:
+    return f"{norm:.3f}" if norm < 100 else f"{norm:.3g}"
+
+
+def _step_time(ms: float) -> str:
+    return f"{ms:.0f} ms" if ms < 9999.5 else f"{ms / 1000:.1f} s"
+
+
+def _rate(tokens_per_sec: float) -> str:
+    return f"{tokens_per_sec:,.0f}" if tokens_per_sec < 99_999.5 else short(tokens_per_sec, 3)
+
+
+def _used_of(peak_gib: float, available_bytes: int) -> str:
+    """Returns the used and the available memory: 131/140 GiB, and 412 MiB/23 GiB below a GiB."""
+    used = f"{peak_gib:.1f}" if peak_gib < 10 else f"{peak_gib:.0f}"
+    unit = "GiB"
+    if peak_gib < 1:
+        used = f"{peak_gib * 1024:.0f}"
+        unit = "MiB"
+    if not available_bytes:
+        return f"{used} {unit}"
+    available = f"{available_bytes / 2**30:.0f} GiB"
+    return f"{used}/{available}" if unit == "GiB" else f"{used} {unit}/{available}"
+
+
+def _time_left(seconds: float) -> str:
+    """Returns 4:29, 3:04:29, or 12 d 3 h for a day and more."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours_of_day = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours_of_day} h"
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"

@@ -88,8 +88,12 @@ class LaunchPhases:
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
-    def text(self) -> str:
+    def text(self, *, compiled: bool) -> str:
+        """Returns the seconds to the end of the first step, in total and of each phase."""
+        names = {"first step": "compile and step" if compiled else "step"}
         parts = ", ".join(
-            f"{name} {took:.1f}" for name, took in self.seconds.items() if took >= 0.05
+            f"{names.get(name, name)} {took:.1f}"
+            for name, took in self.seconds.items()
+            if took >= 0.05
         )
-        return f"{sum(self.seconds.values()):.1f} s from launch to the first step done: {parts}"
+        return f"first step after {sum(self.seconds.values()):.1f} s: {parts}"

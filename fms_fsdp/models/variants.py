@@ -12,7 +12,7 @@ from typing import Any
 
 from fms_fsdp.config import ModelConfig
 from fms_fsdp.config.batch import divisors
-from fms_fsdp.config.values import joined, must_be_one_of, parse_number
+from fms_fsdp.config.values import did_you_mean, joined, parse_number
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import RopeScaling, TransformerConfig
 
@@ -155,7 +155,7 @@ def canonical_variant(name: str) -> str:
     """Returns the name of the table for a name or alias in any case.
 
     Raises:
-        UserError: there is no such variant; the error lists all and names the nearest one.
+        UserError: there is no such variant; the error names the nearest one.
     """
     lowered = name.lower()
     canonical = ALIASES.get(lowered, lowered)
@@ -166,7 +166,10 @@ def canonical_variant(name: str) -> str:
             f"--model_variant={name} is not supported: this project trains Llama, Mistral, Qwen and "
             "GPT shapes; see --list_variants"
         )
-    raise UserError(f"--model_variant={name} {must_be_one_of(list(VARIANTS), lowered, cutoff=0.5)}")
+    hint = did_you_mean(VARIANTS, lowered, cutoff=0.5)
+    raise UserError(
+        f"--model_variant={name} does not exist{hint or ';'} (--list_variants lists all {len(VARIANTS)})"
+    )
 
 
 _POSITION_FLAGS = {  # --pos_emb = the flags that have an effect only with it

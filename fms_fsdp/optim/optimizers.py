@@ -371,13 +371,18 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
     ) as error:
         if isinstance(error, UserError) and str(error).startswith("--"):
             raise
-        kwargs = ""
-        if config.optimizer_kwargs:
-            kwargs = f" --optimizer_kwargs={joined(config.optimizer_kwargs)}"
-        raise UserError(
-            f"--optimizer={config.optimizer}{kwargs} cannot be built: {error}; correct the function or "
-            "--optimizer_kwargs"
-        ) from error
+        kwargs = config.optimizer_kwargs
+        argument = str(error).partition("=")[0]
+        is_about_argument = any(item.startswith(f"{argument}=") for item in kwargs)
+        if isinstance(error, UserError) and is_about_argument:
+            raise UserError(f"--optimizer_kwargs={error}") from error
+        built = f"--optimizer={config.optimizer}"
+        if kwargs:
+            built += f" --optimizer_kwargs={joined(kwargs)}"
+        remedy = "correct --optimizer_kwargs"
+        if ":" in config.optimizer:
+            remedy = "correct the function or --optimizer_kwargs"
+        raise UserError(f"{built} cannot be built: {error}; {remedy}") from error
     return state
 
 

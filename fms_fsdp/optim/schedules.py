@@ -109,9 +109,13 @@ def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = Fa
     if warmup > min(start, end):
         names = ("warmup", "warmup_steps", "lr_decay", "constant_steps")
         given = [f"--{name}={getattr(config, name)}" for name in names if getattr(config, name)]
+        unit = "tokens" if in_tokens else "steps"
+        limit = min(start, end)
+        milestone = "begins" if start < end else "ends"
+        example = f"--warmup={max(limit // 10, 1)}{unit if in_tokens else ''}"
         raise UserError(
-            f"{', '.join(given)}: the warmup must not end (at {warmup:,} {'tokens' if in_tokens else 'steps'}) "
-            f"after the decay begins or ends (at {min(start, end):,}); shorten one, or lengthen the run"
+            f"{', '.join(given)}: the warmup takes {warmup:,} {unit}, but the decay {milestone} at "
+            f"{limit:,}; use e.g. {example}, or a larger --num_steps"
         )
     return Milestones(in_tokens, warmup, start, end, length("lr_step_size", 0))
 

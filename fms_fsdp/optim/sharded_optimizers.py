@@ -193,10 +193,16 @@ class Adafactor(ShardedOptimizer):
         eps2: float = 1e-3,
         d: float = 1.0,
     ) -> None:
-        if beta2_decay > 0 or eps1 <= 0 or eps2 < 0 or d < 1:
+        if beta2_decay > 0:
             raise UserError(
-                "beta2_decay must be at most 0, eps1 above 0, eps2 at least 0 and d at least 1"
+                f"beta2_decay={beta2_decay:g} must be at most 0; write beta2_decay=-0.8"
             )
+        if eps1 <= 0:
+            raise UserError(f"eps1={eps1:g} must be above 0; write eps1=1e-7")
+        if eps2 < 0:
+            raise UserError(f"eps2={eps2:g} must be at least 0; write eps2=1e-3")
+        if d < 1:
+            raise UserError(f"d={d:g} must be at least 1; write d=1")
         own = {"beta2_decay": beta2_decay, "eps1": eps1, "eps2": eps2, "d": d}
         super().__init__(params, lr=lr, weight_decay=weight_decay, **own)
 
@@ -298,8 +304,14 @@ class Rprop(torch.optim.Rprop):
     def __init__(
         self, params: Any, lr: float, etas: Pair = (0.5, 1.2), step_sizes: Pair = (1e-6, 50.0)
     ) -> None:
-        if len(etas) != 2 or len(step_sizes) != 2 or not 0 < step_sizes[0] < step_sizes[1]:
-            raise UserError("etas must be two numbers, and step_sizes two rising ones above 0")
+        if len(etas) != 2 or not 0 < etas[0] < 1 < etas[1]:
+            value = ":".join(f"{eta:g}" for eta in etas)
+            raise UserError(f"etas={value} must be a:b with 0 < a < 1 < b; write etas=0.5:1.2")
+        if len(step_sizes) != 2 or not 0 < step_sizes[0] < step_sizes[1]:
+            value = ":".join(f"{size:g}" for size in step_sizes)
+            raise UserError(
+                f"step_sizes={value} must be a:b with 0 < a < b; write step_sizes=1e-6:50"
+            )
         super().__init__(params, lr, etas, step_sizes, foreach=True)
 
     def _init_group(self, group: Group, *lists: Any) -> Any:

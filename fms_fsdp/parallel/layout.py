@@ -60,7 +60,10 @@ def check_layout(
         )
     tokens_per_rank = -(-model.padded_vocab_size // tp)  # rounded up
     if (tp - 1) * tokens_per_rank >= model.vocab_size:  # the last rank would have none
-        raise UserError(f"--tp_size={tp} is too large for {model.vocab_size} tokens; lower it")
+        raise UserError(
+            f"--tp_size={tp} leaves ranks without rows of the vocabulary ({model.vocab_size}); lower "
+            "--tp_size, or raise --vocab_size"
+        )
 
     method = resolve_cp_method(section.cp_method, heads, tp, cp)
     if cp > 1 and method == "ulysses" and heads % (tp * cp):

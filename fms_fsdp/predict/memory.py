@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import cache
 
 from fms_fsdp.config import NUM_BYTES
-from fms_fsdp.config.values import plain
+from fms_fsdp.config.values import rounded_bytes
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.optimizers import state_bytes
 from fms_fsdp.parallel.activation_checkpointing import select_blocks
@@ -176,12 +176,14 @@ class Memory:
             device = replace(device, weights=0, gradients=0, optimizer=0)
         return {device_type: device, "cpu": host}
 
-    @property
-    def summary(self) -> str:
-        """The line at the start of a run."""
-        names = ("weights", "gathered", "gradients", "optimizer", "activations")
-        parts = (f"{name} {plain(getattr(self, name) / GIB)}" for name in names)
-        return f"GiB per rank: {', '.join(parts)}"
+    def summary(self, available: int | None = None) -> str:
+        """Returns the line at the start of a run; `available` are the bytes that a rank may use."""
+        names = ("weights", "gathered", "gradients", "optimizer", "activations", "saves")
+        sizes = {name: getattr(self, name) for name in names}
+        sizes["other"] = self.total - sum(sizes.values())
+        parts = ", ".join(f"{name} {rounded_bytes(size)}" for name, size in sizes.items() if size)
+        limit = "" if available is None else f" of {rounded_bytes(available)}"
+        return f"{rounded_bytes(self.total)}{limit} per rank ({parts})"
 
 
 def minimum_memory(step: Step) -> Memory:

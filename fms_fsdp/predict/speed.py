@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fms_fsdp.config import NUM_BYTES
-from fms_fsdp.config.values import plain
+from fms_fsdp.config.values import rounded_bytes
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.predict.devices import Device
-from fms_fsdp.predict.memory import GIB, Step, held_by
+from fms_fsdp.predict.memory import Step, held_by
 from fms_fsdp.predict.meter import Cost, ModelSetup, cost, units
 
 
@@ -228,8 +228,8 @@ def sent_by(step: Step, stage: int, computed: Cost) -> Counter[str]:
 
 def sent_summary(sizes: Mapping[str, int]) -> str:
     """Returns the line at the start of a run; "" if nothing is sent."""
-    parts = ", ".join(f"{axis} {plain(size / GIB)}" for axis, size in sizes.items())
-    return f"GiB sent by a rank per step: {parts}" if parts else ""
+    parts = ", ".join(f"{axis} {rounded_bytes(size)}" for axis, size in sizes.items())
+    return f"sent per rank and step: {parts}" if parts else ""
 
 
 def _link(dims: ParallelDims, axis: str, device: Device, devices_per_node: int) -> float:

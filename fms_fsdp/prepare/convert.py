@@ -206,7 +206,7 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
     with open(path, "rb") as file:
         if file.read(9) != _MEGATRON_MAGIC:
             raise UserError(
-                "not a Megatron index (wrong first bytes); use --exclude for such files"
+                "not a Megatron index (wrong first bytes); name the .idx files in --input"
             )
         version = int.from_bytes(file.read(8), "little")
         code = file.read(1)[0]

@@ -65,8 +65,11 @@ class ShardsConfig:
         "",
         "[NAME=]PATH[,…]: files, folders, quoted globs; NAME defaults to the folder's",
         positional=True,
+        required=True,
     )
-    output: str = flag("", "folder for the shards: the --data_path of training", form="path")
+    output: str = flag(
+        "", "folder for the shards: the --data_path of training", form="path", required=True
+    )
     split: tuple[float, ...] = flag(
         (1.0,), "ratios of train[,validation[,test]] by hash of a text: 949,50,1"
     )

@@ -124,8 +124,8 @@ class ShardWriter:
             if low < 0 or high >= self.info.vocab_size:
                 bad = low if low < 0 else high
                 raise UserError(
-                    f"token id ({bad}) must be in [0, {self.info.vocab_size}), the vocabulary; set --tokenizer "
-                    "or --vocab_size as for these ids"
+                    f"token id {bad} is outside the vocabulary of {self.info.vocab_size:,}; set --vocab_size "
+                    "(or --tokenizer) to that of the program that wrote the ids"
                 )
             self._max_token_id = max(self._max_token_id, high)
         self._has_bos &= bool(len(ids)) and int(ids[0]) & (NO_LOSS - 1) == self.info.bos_id

@@ -92,10 +92,11 @@ def _check_ranking(cfg: TrainConfig) -> None:
     schedule = parse_schedule(keep.checkpoint_schedule, keep.checkpoint_interval)
     if not any(map(schedule.is_due, range(interval, 1000 * interval + 1, interval))):
         flag = "--eval_interval" if evaluates else "--report_interval"
+        multiple = interval * -(-keep.checkpoint_interval // interval) or interval
         raise UserError(
-            f"--keep_best={keep.keep_best} requires {keep.keep_best_metric} at a checkpoint before "
-            f"the last, but {flag}={interval} and the checkpoints never meet; set a multiple of one "
-            "for the other"
+            f"--keep_best={keep.keep_best} has nothing to rank: no checkpoint before the last is at a "
+            f"step with {keep.keep_best_metric} ({flag}={interval}); set --checkpoint_interval to a "
+            f"multiple of {interval}, e.g. {multiple}"
         )
 
 
@@ -158,7 +159,7 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
         )
     for name in RUN_FILES:
         if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():
-            raise UserError(f"--output_dir={cfg.output_dir} must have {name} as a file; remove it")
+            raise UserError(f"{path} is not a regular file; rename or remove it")
 
 
 def _takes_files(folder: Path) -> bool:

@@ -97,9 +97,9 @@ class NonFiniteGuard:
         else:
             self.state.non_finite_steps += 1
             count = self.state.non_finite_steps
+            most = f"of at most {self.limit} " if self.limit else ""
             text = (
-                f"step {step}: gradient norm {norm}; skipped ({count} in a row, "
-                f"--max_bad_steps={self.limit}). {data}"
+                f"step {step} skipped: gradient norm is {norm} ({count} {most}consecutive). {data}"
             )
             log.warning(text)
             if self.limit and count >= self.limit:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.config.values import format_bytes
+from fms_fsdp.config.values import format_bytes, rounded_bytes
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.predict.memory import (
@@ -112,7 +112,9 @@ class MemoryBudget:
             return ""
         if need <= available:
             return ""
-        sizes = f"about {need / GIB:.1f} GiB per rank, and {available / GIB:.1f} GiB are available"
+        sizes = (
+            f"about {rounded_bytes(need)} per rank, and {rounded_bytes(available)} are available"
+        )
         return f"a step is expected to need {sizes}; what would help: {'; '.join(self.advice(run))}"
 
     @contextmanager
@@ -152,24 +154,26 @@ class MemoryBudget:
             changed = _recomputing(section, kind, "1", **more)
             other = self.need(replace(run, config=replace(run.config, parallel=changed)))
             if (saving := need.total - other.total) > 0:
-                yield f"{text} saves about {saving / GIB:.1f} GiB"
-        half = f"saves about {(need.activations + need.working) / 2 / GIB:.1f} GiB"
+                yield f"{text} saves about {rounded_bytes(saving)}"
+        half = f"saves about {rounded_bytes((need.activations + need.working) / 2)}"
         if (batch_size := run.batch.batch_size) > 1:
             yield f"--batch_size={batch_size // 2} with twice the --grad_accum_steps {half}"
         yield f"--seq_length={run.seq_length // 2} {half}"
         if dims.size("dp") > dims.dp_shard:
             saved = need.state * (1 - dims.dp_shard / dims.size("dp"))
             yield (
-                f"--sharding_strategy=fsdp saves about {saved / GIB:.1f} GiB of weights and "
+                f"--sharding_strategy=fsdp saves about {rounded_bytes(saved)} of weights and "
                 "optimizer state"
             )
         elif not dims.reshard_after_forward:
-            size = f"{need.gathered / GIB:.1f} GiB"
+            size = rounded_bytes(need.gathered)
             yield f"--sharding_strategy=fsdp saves about {size} of gathered weights"
-        yield f"twice the devices under fsdp save about {need.state / 2 / GIB:.1f} GiB"
+        if need.state < need.total / 100:
+            return
+        yield f"twice the devices under fsdp save about {rounded_bytes(need.state / 2)}"
         if torch.cuda.is_available() and not section.cpu_offload:
             sharded = " --sharding_strategy=fsdp" if dims.strategy == "none" else ""
-            size = f"{need.state / GIB:.1f} GiB"
+            size = rounded_bytes(need.state)
             yield f"--cpu_offload=True{sharded} moves about {size} to host memory"
 
     def fullest(self, run: RunConfig, need: Memory | None = None) -> tuple[int, int]:

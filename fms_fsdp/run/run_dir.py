@@ -68,8 +68,8 @@ class RunDir:
         self.lock(create=True)
         if self._is_new and any(self.checkpoints.glob("step_*")):
             raise UserError(
-                f"{self.checkpoints} must have one writer, and another process began this run; "
-                "start it again"
+                f"another process created {self.checkpoints} at the same moment; if it is not running, "
+                "start this command again"
             )
         self.rename_own(corrupt, "damaged")
         now = time.time()

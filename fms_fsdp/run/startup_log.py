@@ -11,16 +11,17 @@ import torch
 
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan, PrecisionConfig
-from fms_fsdp.config.values import counted, plain
+from fms_fsdp.config.values import counted, plain, rounded_bytes, short
+from fms_fsdp.console import cut, fit, table
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.data.inspection import sources_without_labels
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
-from fms_fsdp.distributed.runtime import log, log_for_files
+from fms_fsdp.distributed.runtime import log, log_for_files, log_note
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.schedules import DECAY_TO_END
-from fms_fsdp.predict.memory import GIB, checkpoint_bytes
+from fms_fsdp.predict.memory import checkpoint_bytes
 from fms_fsdp.run.machine import Machine, available_memory
 from fms_fsdp.run.memory import MemoryBudget, PredictionFailed, predicting
 from fms_fsdp.run.resume import ResumePoint, learning_rate_jump, list_changes
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from fms_fsdp.data.validation import HeldOut
 
 _MOST_COUNTED = 10_000  # saves
+_NAME_WIDTH = 40  # characters of the name of a source or a model
+_MANY_EPOCHS = 10
+_FROM_SCRATCH = TrainMetadata(0)
 
 
 def describe(
@@ -37,19 +41,17 @@ def describe(
     budget: MemoryBudget,
     stream: Stream,
     held_out: Sequence[HeldOut] = (),
-    start: int = 0,
+    start: TrainMetadata = _FROM_SCRATCH,
 ) -> str:
-    """Returns the facts of a run before step `start` + 1, one per line."""
+    """Returns the facts of a run before its next step, one per line, then its sources."""
     batch = run.batch
-    dims = run.dims
     tokens = batch.global_batch_size * run.seq_length
     ramp = ""
     if batch.rampup:
         ramp = f", from {batch.batch_at(0)} sequences over {batch.rampup[2]:,} samples"
     lines = [
-        f"model: {num_params(run.model):,} parameters, feed-forward width "
-        f"{run.model.ffn_hidden_size}, {_precision(run)}",
-        f"devices: {run.world_size} x {run.device_type}, {dims.strategy}: {describe_axes(dims)}",
+        describe_model(run, budget.machine),
+        describe_devices(run, budget.machine.device_name),
         *describe_memory(run, budget),
         f"batch: {batch.factors} = {counted(batch.global_batch_size, 'sequence')} = {tokens:,} tokens "
         f"per step{ramp}",
@@ -57,24 +59,56 @@ def describe(
     ]
     if run.model.attn_dropout:
         weights = batch.batch_size * run.model.num_attention_heads * run.seq_length**2
-        size = plain(4 * weights / GIB, 2)
-        lines.append(f"attention: dropout keeps all weights, {size} GiB per layer and copy")
-    if isinstance(stream, TokenStream) and not run.config.data.use_dummy_dataset:
-        lines += describe_sources(stream, run.num_steps)
+        size = rounded_bytes(4 * weights)
+        lines.append(f"attention: dropout keeps all weights, {size} per layer and copy")
+    lines.append(describe_learning_rate(run, start))
     if (epochs := run.config.training.epochs()) is not None:
         source, number = epochs
         counted_in = f"source {source}" if source else "all sources together"
         lines.append(f"length: {number:g} epochs of {counted_in} end with step {run.num_steps:,}")
     if held_out:
-        sources = (f"{each.group}/{each.name} {each.num_rows} sequences" for each in held_out)
+        sources = []
+        for each in held_out:
+            name = cut(f"{each.group}/{each.name}", _NAME_WIDTH)
+            sources.append(f"{name} {each.num_rows:,} sequences")
         lines.append(f"validation: {', '.join(sources)}")
-    return "\n".join(filter(None, [*lines, describe_saves(run, start)]))
+    lines.append(describe_saves(run, start.step))
+    facts = [fit(line) for line in lines if line]
+    if isinstance(stream, TokenStream) and not run.config.data.use_dummy_dataset:
+        facts.append(describe_sources(stream, run.num_steps))
+    return "\n".join(facts)
+
+
+def describe_model(run: RunConfig, machine: Machine) -> str:
+    """Returns the name and the sizes of the model, and its precision."""
+    model = run.model
+    name = cut(run.config.model.name, _NAME_WIDTH)
+    parameters = short(num_params(model), 3)
+    return (
+        f"model: {name}, {parameters} parameters, {counted(model.num_layers, 'layer')} x "
+        f"{model.hidden_size:,}, feed-forward {model.ffn_hidden_size:,}, {_precision(run, machine)}"
+    )
+
+
+def describe_devices(run: RunConfig, device_name: str = "") -> str:
+    """Returns the devices, and how the model is distributed over them."""
+    kind = "GPU" if run.device_type == "cuda" else "CPU rank"
+    devices = counted(run.world_size, kind)
+    if device_name:
+        devices += f" ({device_name})"
+    if run.dims.strategy == "none":
+        return f"devices: {devices}, not sharded"
+    return f"devices: {devices}, {run.dims.strategy}: {describe_axes(run.dims)}"
 
 
 def describe_memory(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
-    """Yields the memory of a rank, and the bytes that it sends in a step."""
+    """Yields the memory of a rank of what is available, and the bytes that it sends in a step."""
     try:
-        yield budget.need(run).summary
+        parts = budget.need(run).by_device(run.device_type, offload=run.config.parallel.cpu_offload)
+        for device_type, part in parts.items():
+            if part.total:
+                label = "memory" if device_type == run.device_type else "host memory"
+                yield f"{label} estimate: {part.summary(budget.machine.memory[device_type])}"
         if run.world_size == 1:
             return
         from fms_fsdp.predict.speed import sent, sent_summary
@@ -85,24 +119,31 @@ def describe_memory(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
         yield f"memory: unknown ({error.reason})"
 
 
-def describe_sources(stream: TokenStream, num_steps: int) -> Iterator[str]:
-    """Yields a line for each source: its tokens, its weight, and how often it is read to the end."""
+def describe_sources(stream: TokenStream, num_steps: int) -> str:
+    """Returns a table of the sources: tokens, weight, and how often they are read to the end."""
     used = stream.consumption(num_steps)
     sources = stream.corpus.sources
     total = sum(source.weight for source in sources)
+    rows = []
     for source in sources:
-        tokens = used[source.name]["tokens"]
-        epochs = used[source.name]["epoch"]
-        yield (
-            f"source {source.name}: {source.num_tokens:,} tokens, weight "
-            f"{plain(source.weight / total, 4)}; {tokens:,} tokens ({plain(epochs, 2)} epochs) are "
-            f"read to step {num_steps:,}"
+        row = (
+            cut(source.name, _NAME_WIDTH),
+            short(source.num_tokens, 3),
+            plain(source.weight / total),
+            short(used[source.name]["tokens"], 3),
+            plain(used[source.name]["epoch"], 2),
         )
+        rows.append(row)
+    head = ("source", "tokens", "weight", f"read to step {num_steps:,}", "epochs")
+    return table(head, rows)
 
 
-def _precision(run: RunConfig) -> str:
+def _precision(run: RunConfig, machine: Machine) -> str:
     if run.device_type != "cuda":
-        return run.precision.summary
+        if run.config.precision.named is not None:
+            return run.precision.summary
+        has = "has" if machine.has_bf16 else "has no"
+        return f"{run.precision.summary} (this CPU {has} native bf16)"
     model = run.model
     kernel = model.attn_impl
     if model.pos_emb in ("alibi", "relative"):
@@ -110,6 +151,29 @@ def _precision(run: RunConfig) -> str:
     elif run.config.data.document_mask or any(model.windows):
         kernel = "flex"
     return f"{run.precision.summary}, {kernel} attention"
+
+
+def advise(run: RunConfig, stream: Stream, start: TrainMetadata) -> Iterator[str]:
+    """Yields advice about settings that are valid but that were probably not meant."""
+    points = run.milestones
+    run_end = run.num_steps
+    unit = "steps"
+    if points.in_tokens:
+        run_end = start.tokens_at(run.num_steps, run.batch, run.seq_length)
+        unit = "tokens"
+    if 2 * points.warmup > run_end:
+        yield (
+            f"the warmup takes {points.warmup:,} of {run_end:,} {unit}, more than half of the run; "
+            "shorten it with --warmup"
+        )
+    if not isinstance(stream, TokenStream) or run.config.data.use_dummy_dataset:
+        return
+    for name, used in stream.consumption(run.num_steps).items():
+        if used["epoch"] > _MANY_EPOCHS:
+            yield (
+                f"source {cut(name, _NAME_WIDTH)} is read {used['epoch']:,.0f} times; more than "
+                f"{_MANY_EPOCHS} epochs rarely help (--max_epochs rejects such a run)"
+            )
 
 
 def describe_saves(run: RunConfig, start: int) -> str:
@@ -125,15 +189,21 @@ def describe_saves(run: RunConfig, start: int) -> str:
     steps += [last] if flags.save_last or schedule.is_due(last) else []
     if not steps:
         return ""
-    gib = checkpoint_bytes(run) / GIB
+    size = checkpoint_bytes(run)
     policy = KeepPolicy.from_config(flags)
     deleted = len(policy.to_delete({step: TrainMetadata(step) for step in steps}))
     kept = len(steps) - max(0, deleted - flags.keep_best)  # `keep_best` of these remain
     more = "more than " * (len(steps) > _MOST_COUNTED)
     return (
-        f"checkpoints: {plain(gib)} GiB each; {more}{len(steps):,} planned, at most {kept:,} "
-        f"kept ({plain(gib * kept)} GiB)"
+        f"checkpoints: {rounded_bytes(size)} each; {more}{len(steps):,} planned, at most {kept:,} "
+        f"kept ({rounded_bytes(size * kept)})"
     )
+
+
+def describe_versions(run: RunConfig) -> str:
+    """Returns the versions of Python, torch and the code."""
+    versions = (f"{name} {version}" for name, version in run.versions.items())
+    return fit(f"versions: {', '.join(versions)}")
 
 
 def describe_axes(dims: ParallelDims) -> str:
@@ -181,7 +251,7 @@ def describe_ramp(batch: BatchPlan, start: int = 0, samples_seen: int = 0) -> st
 
 
 def describe_prediction(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
-    """Yields the expected memory of a rank, and the expected speed of a GPU that is known."""
+    """Yields the expected speed of a GPU that is known."""
     try:
         yield from _predict(run, budget)
     except PredictionFailed as error:  # `describe_memory` says that memory is unknown
@@ -190,15 +260,9 @@ def describe_prediction(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
 
 
 def _predict(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
-    machine = budget.machine
-    device_type = run.device_type
-    need = budget.need(run)
-    parts = need.by_device(device_type, offload=run.config.parallel.cpu_offload)
-    total = parts[device_type].total / GIB
-    available = machine.memory[device_type] / GIB
-    yield f"memory: about {total:.3g} GiB per rank, {available:.3g} available"
-    if device_type != "cuda":
+    if run.device_type != "cuda":
         return
+    machine = budget.machine
     from fms_fsdp.predict.devices import known_device
     from fms_fsdp.predict.speed import step_time
 
@@ -213,18 +277,14 @@ def _predict(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
     yield f"speed: about {seconds:.3g} s per step, {rate:,.0f} tokens/s per {known.name}"
 
 
-def log_precision(section: PrecisionConfig, machine: Machine) -> None:
-    """Logs how a CPU computes in the precision of the flags, or the choice if they name none."""
+def warn_of_slow_precision(section: PrecisionConfig, machine: Machine) -> None:
+    """Warns of a precision that this CPU only emulates."""
     if machine.device_type != "cpu":
         return
     wanted = section.named
-    native = machine.has_bf16
-    if wanted is None:
-        text = "precision: %s (this CPU %s native bf16)"
-        log.info(text, "bf16" if native else "fp32", "has" if native else "has no")
-    elif wanted in ("fp16", "float8"):
+    if wanted in ("fp16", "float8"):
         log.warning("--precision=%s is slow on a CPU, and here for tests", wanted)
-    elif wanted != "fp32" and not native:
+    elif wanted not in (None, "fp32") and not machine.has_bf16:
         log.warning(
             "--precision=%s: this CPU has no native bf16, so bf16 is emulated and slow", wanted
         )
@@ -249,8 +309,6 @@ def log_startup(
     for warning in filter(None, warnings):
         log.warning(warning)
     log.info(resume.reason)
-    versions = (f"{name} {version}" for name, version in run.versions.items())
-    log_for_files(f"versions: {', '.join(versions)}")
     log_for_files(describe_schedule(run, start))
     if run.batch.rampup:
         log_for_files(describe_ramp(run.batch, start.step, start.rows_seen))
@@ -266,7 +324,7 @@ def log_startup(
             changed_validation(run, resume.saved, held_out),
         ):
             if note:
-                log.info("note: %s", note)
+                log_note(note)
 
 
 def end_of_decay(run: RunConfig, saved: RunConfig, start: TrainMetadata) -> str:
@@ -320,6 +378,21 @@ def changed_validation(run: RunConfig, saved: RunConfig, held_out: Sequence[Held
     if remainder:  # no number of batches reads as many
         return text
     return f"{text}; --eval_steps={steps} reads as many as before"
+
+
+def describe_learning_rate(run: RunConfig, start: TrainMetadata) -> str:
+    """Returns the schedule with its milestones in steps; `describe_schedule` has all units."""
+    points = run.milestones
+    warmup, begin, end = points.warmup, points.decay_start, points.decay_end
+    if points.in_tokens:
+        warmup, begin, end = (
+            start.step_at(tokens, run.batch, run.seq_length) for tokens in (warmup, begin, end)
+        )
+    optim = run.config.optim
+    return (
+        f"schedule: {optim.lr_schedule} from {optim.learning_rate:g}, warmup to step {warmup:,}, "
+        f"decay from step {begin:,} to {end:,}"
+    )
 
 
 def describe_schedule(run: RunConfig, start: TrainMetadata) -> str:

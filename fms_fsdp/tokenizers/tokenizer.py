@@ -261,5 +261,7 @@ def check_same_tokenizer(one: UsedTokenizer, other: UsedTokenizer, remedy: str) 
         if found is not None and found.vocabulary.digest == each.digest:
             ids.append([row.tolist() for row in found.encode(PROBES)])
     if len(ids) < 2 or ids[0] != ids[1]:
-        names = f"{one.name} is of tokenizer {one.digest[:12]}, {other.name} of {other.digest[:12]}"
-        raise UserError(f"{names}; {remedy}")
+        digests = f"{one.digest[:12]}, {other.digest[:12]}"
+        raise UserError(
+            f"{one.name} and {other.name} were made with different tokenizers ({digests}); {remedy}"
+        )

@@ -39,14 +39,14 @@ _PATH = "run directory, folder of checkpoints, or one checkpoint"
 class CkptListConfig:
     """Lists every checkpoint with its size, tokens, validation loss and state."""
 
-    path: str = flag("", _PATH, positional=True, form="path")
+    path: str = flag("", _PATH, positional=True, form="path", required=True)
 
 
 @dataclass(frozen=True)
 class CkptVerifyConfig:
     """Compares every byte of every checkpoint with its checksum."""
 
-    path: str = flag("", _PATH, positional=True, form="path")
+    path: str = flag("", _PATH, positional=True, form="path", required=True)
     weights: bool = flag(False, "also read every weight, and find non-finite and absurd values")
 
 
@@ -54,7 +54,7 @@ class CkptVerifyConfig:
 class CkptPruneConfig:
     """Deletes checkpoints; without --yes the command only shows which."""
 
-    path: str = flag("", "run directory or folder of checkpoints", form="path")
+    path: str = flag("", "run directory or folder of checkpoints", form="path", required=True)
     after: int | None = flag(None, "delete all checkpoints of later steps", min=0)
     leftovers: bool = flag(False, "also delete unfinished, corrupt and superseded checkpoints")
     yes: bool = flag(False, "delete; without this flag nothing is changed")
@@ -69,6 +69,7 @@ class CkptInspectConfig:
         "run directory, folder of checkpoints (the newest is read), checkpoint or Hugging Face checkpoint",
         positional=True,
         form="path",
+        required=True,
     )
     step: int | None = flag(None, "read the checkpoint of this step", min=1)
     optimizer: bool = flag(False, "also print the optimizer's tensors")

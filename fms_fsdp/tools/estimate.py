@@ -653,7 +653,7 @@ def _describe_rank(config: EstimateConfig) -> Iterator[str]:
     config = with_batch(replace(config, training=replace(training, rampup_batch_size=())))
     budget = MemoryBudget(config.machine)
     run = plan(config, config.machine)
-    yield budget.need(run).summary
+    yield f"memory estimate: {budget.need(run).summary()}"
     communication = sent_summary(sent(budget.step(run)))
     if communication:
         yield communication

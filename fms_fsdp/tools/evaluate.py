@@ -146,7 +146,7 @@ class _Subject:
 def main(config: EvaluateConfig) -> None:
     """Evaluates a checkpoint and prints the values (collective: every rank)."""
     world = World.from_env()
-    set_up_log(world)
+    set_up_log(world, has_time=False)
     if (config.tasks or config.questions) and world.size > 1:
         flag_name = "tasks" if config.tasks else "questions"
         raise UserError(f"--{flag_name} runs on one process; start it without torchrun")

@@ -12,7 +12,7 @@ from typing import Any
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import Flag, help_texts
-from fms_fsdp.config.parse import needs_note, rows_by_section, shown_value
+from fms_fsdp.config.parse import needs_note, rows_by_section, shown_value, split_default
 from fms_fsdp.errors import printing
 
 
@@ -38,7 +38,10 @@ def markdown(config_type: type[Any]) -> str:
 
 
 def _table_row(row: Flag, text: str) -> str:
-    text, default = _split_default(text, f"`{shown_value(row.default)}`")
+    text, default = split_default(row, text)
+    is_value = default in ("", shown_value(row.default))
+    if is_value or re.fullmatch(r"\S*[\d_<]\S*", default):
+        default = f"`{default or 'none'}`"
     kind = "" if row.choices else f" {row.kind.__name__}{',…' if row.is_list else ''}"
     # Markdown drops <N>, and the backslash of \, outside of code
     text = re.sub(r"[\w./]*<\w+>[\w./]*|\\,", r"`\g<0>`", text)
@@ -47,23 +50,15 @@ def _table_row(row: Flag, text: str) -> str:
         sentences.append(f"One of {', '.join(f'`{choice}`' for choice in row.choices)}.")
     marks = [*[row.resume] * (row.resume != "free"), *["name"] * row.in_name]
     sentences += [f"*{', '.join(marks)}*"] if marks else []
-    return f"| `--{row.name}`{kind} | {default} | {' '.join(sentences)} |"
-
-
-def _split_default(text: str, value: str) -> tuple[str, str]:
-    """Returns the help text without a derived default, and the default to show."""
-    match = re.fullmatch(r"(.*?) \(default: ([^()]+)\)(.*)", text, re.DOTALL)
-    if value != "`none`" or match is None:
-        return text, value
-    is_code = re.fullmatch(r"\S*[\d_<]\S*", match[2])
-    return match[1] + match[3], f"`{match[2]}`" if is_code else match[2]
+    anchor = f'<a id="{row.name}"></a>'
+    return f"| {anchor}`--{row.name}`{kind} | {default} | {' '.join(sentences)} |"
 
 
 _TABLE_HEAD = ("| flag | default | effect |", "|---|---|---|")
 _PREFACE = """# Flags
 
 Every flag of `main_training.py`, by section. `python main_training.py --help` shows the most important ones,
-`--help=all` all of them. (`python -m fms_fsdp.tools.flags_page` writes this page.)
+`--help=all` all of them. `flags.md#seq_length` links to a flag. (`python -m fms_fsdp.tools.flags_page` writes this page.)
 
 ## Set flags
 

@@ -25,6 +25,7 @@ class GenerateConfig:
         "",
         "run, checkpoint folder (its newest checkpoint) or Hugging Face checkpoint",
         form="path",
+        required=True,
     )
     step: int | None = flag(None, "step of the checkpoint", min=1)
     prompt: str = flag("", "text to continue (default: a new document)", form="text")

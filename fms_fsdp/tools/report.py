@@ -33,7 +33,11 @@ class ReportConfig:
     """A page of curves and tables from run directories."""
 
     runs: tuple[str, ...] = flag(
-        (), "run directories; several runs are overlaid", positional=True, form="path"
+        (),
+        "run directories; several runs are overlaid",
+        positional=True,
+        form="path",
+        required=True,
     )
     output: str = flag(
         "", "HTML file to write (default: report.html in the first run directory)", form="path"

@@ -62,7 +62,7 @@ class TranslateConfig:
         "--from=megatron --num_devices=64 pretrain.slurm",
     )
     files: tuple[str, ...] = flag(
-        (), "FILE…: YAML, TOML, JSON or a shell script", positional=True, form="path"
+        (), "FILE…: YAML, TOML, JSON or a shell script", positional=True, form="path", required=True
     )
     output: str = flag("", "TOML file to write (default: print it)", form="path")
     from_: str = flag(

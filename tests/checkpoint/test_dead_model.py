@@ -55,7 +55,7 @@ def test_dead_steps_are_counted_across_launches(tmp_path: Path) -> None:
     assert run(*flags, "--num_steps=99", "--exit_step=6").returncode == 75  # step 1 is finite
     failed = run(*flags, "--num_steps=99", "--resume_step=6")
     assert failed.returncode == 1 and "step 9: gradient norm nan" in failed.stderr
-    assert "(8 in a row, --max_bad_steps=8)" in failed.stderr
+    assert "(8 of at most 8 consecutive)" in failed.stderr
 
 
 @pytest.mark.parametrize(

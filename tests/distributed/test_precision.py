@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,9 @@ def test_precision_keeps_the_bytes_predicted(tmp_path: Path, name: str) -> None:
     in_memory, saved = KEPT[name]
     assert sum(sizes) == saved * len(sizes) / 3
     log = (tmp_path / "1" / "log.txt").read_text()
-    memory = next(line for line in log.splitlines() if line.startswith("GiB per rank:"))
-    parts = dict(part.rsplit(" ", 1) for part in memory.partition("per rank: ")[2].split(", "))
-    apart = ("gathered", "activations")
-    kept = sum(float(size) for part, size in parts.items() if part not in apart) * 2**30
+    memory = log[log.index("memory estimate:") :].partition(")")[0]
+    parts = dict(re.findall(r"(\w+)\s+([\d.]+) MiB", memory))
+    kept = sum(float(parts[name]) for name in ("weights", "gradients", "optimizer")) * 2**20
     n = sum(parameter.numel() for parameter in load_model(str(tmp_path / "1"))[0].parameters())
     assert kept == pytest.approx(in_memory * n, rel=0.01)
 

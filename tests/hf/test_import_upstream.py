@@ -111,7 +111,7 @@ class Code:
     --num_layers=1 | layers.1.input_layernorm.weight is not part of this model
     --ffn_hidden_size=176 | must be of (352, 64), not (320, 64); give the flags
     --num_kv_heads=4 | must be of (192, 64), not (128, 64); give the flags
-    --path=code.pth | there is no model_state of weights alone
+    --path=code.pth | code.pth is not a checkpoint of upstream fms-fsdp
     --path=absent.pth | does not exist; name a checkpoint
     --path=hf | is read in place: --init_from_hf
 """)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
@@ -31,9 +32,11 @@ RECORD = {
     "lr": 1e-3,
     "grad_norm": 0.5,
     "tokens_seen": 40960,
-    "tokens_per_sec_per_device": 1234.5,
+    "step_time_ms": 395.4,
+    "tokens_per_sec": 9872.0,
+    "tokens_per_sec_per_device": 1234.4,
     "mfu": 0.25,
-    "peak_mem_gib": 1.5,
+    "peak_mem_gib": 131.2,
     "eta_s": 40.0,
 }
 
@@ -157,15 +160,39 @@ def test_memory_is_below_its_peak() -> None:
 
 
 def test_report_line_has_its_numbers() -> None:
-    progress: Any = SimpleNamespace(
-        step=20, num_steps=100, steps_in_launch=20, validation=(15, 2.75)
-    )
-    line = report_line({**RECORD, "masked_rows": 3}, progress)
-    words = "step 20/100  loss 2.6000  3 sequences masked  val 2.7500  lr 1.00e-03  norm 0.500"
-    assert line.startswith(f"{words}  41k tokens  1,234 tok/s/device  mfu 25%  0:00:40 left")
+    progress: Any = SimpleNamespace(step=20, num_steps=100, steps_in_launch=20)
+    line = report_line({**RECORD, "masked_rows": 3}, progress, 8, 140 * 2**30)
+    words = "step 20/100  loss 2.6000  lr 1.00e-03  norm 0.500  3 sequences masked  395 ms"
+    assert line == f"{words}  9,872 tok/s  mfu 25%  131/140 GiB  0:40 left"
+    alone = report_line({**RECORD, "masked_rows": 0}, progress, 1, 140 * 2**30)
+    assert "395 ms  9,872 tok/s  mfu 25%" in alone
+    eight = report_line({**RECORD, "masked_rows": 0, "peak_mem_gib": 0.4}, progress, 8, 0)
+    assert eight.endswith("9,872 tok/s  (1,234/device)  mfu 25%  410 MiB  0:40 left")
     progress.steps_in_launch = 1  # it compiles
-    line = report_line({**RECORD, "masked_rows": 0}, progress)
+    line = report_line({**RECORD, "masked_rows": 0}, progress, 8, 0)
     assert "tok/s" not in line and "left" not in line and "masked" not in line
+
+
+def test_report_line_fits_with_large_numbers() -> None:
+    """A run of weeks on thousands of GPUs, whose loss has exploded."""
+    state: Any = SimpleNamespace(step=1_234_567, num_steps=2_000_000, steps_in_launch=20)
+    large = {
+        "loss_mean": 12345.6789,
+        "grad_norm": 1.2345e17,
+        "masked_rows": 1234,
+        "step_time_ms": 123_456.0,
+        "tokens_per_sec": 87_654_321.0,
+        "tokens_per_sec_per_device": 12_345.0,
+        "peak_mem_gib": 131.0,
+        "eta_s": 1_234_567.0,
+    }
+    record = {**RECORD, **large}
+    line = report_line(record, state, 4096, 140 * 2**30)
+    assert len(line) <= LINE_WIDTH - TIME_WIDTH
+    assert line.startswith(
+        "step 1234567/2000000  loss 12345.6789  lr 1.00e-03  1,234 sequences masked"
+    )
+    assert line.endswith("87.7M tok/s  131/140 GiB  14 d 6 h left")
 
 
 def test_energy_meter_survives_a_failing_counter() -> None:

@@ -227,7 +227,7 @@ def test_overflow_at_lowest_scale_is_an_error() -> None:
     ):
         guarded(loss_scale(first=64, floor=32.0), "xxxx")
     assert guarded(loss_scale(64.0), "x.x.x", limit=2) == 1
-    with pytest.raises(RunFailed, match="2 in a row"):
+    with pytest.raises(RunFailed, match="2 of at most 2 consecutive"):
         guarded(loss_scale(64.0), "xx")
 
 

@@ -54,7 +54,7 @@ def check(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any) 
         ),
         (
             dict(tp_size=8, shape=dict(vocab_size=9)),
-            r"--tp_size=8 is too large for 9 tokens",
+            r"--tp_size=8 leaves ranks without rows of the vocabulary \(9\)",
         ),
         (
             dict(cp_size=8, tp_size=2, world=16, cp_method="ulysses"),

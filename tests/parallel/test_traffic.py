@@ -98,7 +98,7 @@ def test_printed_pipeline_bytes_are_the_maximum() -> None:
     section, seq = ParallelConfig(tp_size=2, pp_size=8, sharding_strategy="fsdp"), 4096
     dims = plan_dims(section, "70b", World(0, 0, 64, 8))
     step = Step(ModelSetup(VARIANTS["70b"], section, BF16, dims, seq), 256, 1)
-    printed = re.search(r"pp ([\d.]+)", sent_summary(sent(step)))
+    printed = re.search(r"pp ([\d.]+) GiB", sent_summary(sent(step)))
     ranks = (
         sent_by(step, place, rank_cost(step.setup, place, step.micro_batch))["pp"]
         for place in range(dims.pp)

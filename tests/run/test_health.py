@@ -72,7 +72,7 @@ def test_non_finite_steps_are_counted_across_launches(tmp_path: Path) -> None:
     guard, labels = NonFiniteGuard(state, 5, tmp_path), torch.tensor(8)
     guard.check(4, torch.tensor(torch.nan), labels)
     assert state.non_finite_steps == 4 and state.last_finite_step == 0
-    with pytest.raises(RunFailed, match=r"step 5: gradient norm inf; skipped \(5 in a row"):
+    with pytest.raises(RunFailed, match=r"step 5 skipped: gradient norm is inf \(5 of at most"):
         guard.check(5, torch.tensor(torch.inf), labels)
     guard.check(6, torch.tensor(1.0), labels)
     assert state.non_finite_steps == 0 and state.last_finite_step == 6

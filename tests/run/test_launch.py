@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import pty
+import re
 import shlex
 import signal
 import socket
@@ -247,13 +248,15 @@ def test_running_status_has_the_last_step(tmp_path: Path) -> None:
 
 def test_start_prints_a_dozen_lines(tmp_path: Path) -> None:
     output = trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path}").splitlines()
-    first = next(number for number, line in enumerate(output) if line.startswith("step 1/2"))
-    assert first <= 12 and all(len(line) <= 110 or str(tmp_path) in line for line in output), output
-    assert any(line.startswith("flags: --model_variant=tiny --use_dummy") for line in output)
+    assert all(re.match(r"\d\d:\d\d:\d\d | {9}", line) for line in output)
+    first = next(number for number, line in enumerate(output) if line[9:].startswith("step 1/2"))
+    assert first <= 14 and all(len(line) <= 110 or str(tmp_path) in line for line in output), output
+    assert any(line[9:].startswith("flags: --model_variant=tiny --use_") for line in output)
     assert not any("learning_rate" in line for line in output)
     log = (tmp_path / "log.txt").read_text()
     assert "    learning_rate = 0.0003" in log and "  * num_steps = 2  (flag)" in log
-    assert all(line in log for line in output[1:])
+    assert all(line[9:] in log for line in output[1:])
+    assert log.index("step 1/2") > log.index("learning_rate = 0.0003") > log.index("model: tiny")
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EACCES, errno.EIO])

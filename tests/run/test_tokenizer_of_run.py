@@ -49,7 +49,7 @@ def test_resume_rejects_data_of_other_tokenizer(world: Path) -> None:
         rejected = run(*FLAGS, "--num_steps=3", f"--data_path={world}/other", *flags, nproc=2)
         assert rejected.returncode != 0
         (line,) = [line for line in rejected.stderr.splitlines() if line.startswith("error: ")]
-        assert f"--data_path={world}/other is of tokenizer {theirs.vocabulary.digest[:12]}" in line
+        assert f"--data_path={world}/other" in line and theirs.vocabulary.digest[:12] in line
         assert f"checkpoints/step_2 of {ours.vocabulary.digest[:12]}; prepare the data with" in line
     assert sorted(path.name for path in folder.iterdir()) == before and not new.exists()
 

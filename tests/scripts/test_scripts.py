@@ -224,9 +224,11 @@ def test_run_generates_text_at_its_end(repo: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     samples = {name: v for name, v in changed(repo).items() if name.startswith("sample_")}
     assert samples == {"sample_interval": 195, "sample_prompts": ["def main("]}
-    assert "sample  def main(x):\n            return x\n" in ended.stdout
+    assert "sample        def main(x):\n                  return x\n" in ended.stdout
     assert "early" not in ended.stdout
-    assert re.search(r"^time    ((\w+ \d+ s, )*\w+ \d+ s: )?\d+ s in total$", ended.stdout, re.M)
+    assert re.search(
+        r"^time          ((\w+ \d+ s, )*\w+ \d+ s: )?\d+ s in total$", ended.stdout, re.M
+    )
 
 
 def test_data_without_tokenizer_generates_no_text(repo: Path) -> None:
@@ -238,10 +240,10 @@ def test_data_without_tokenizer_generates_no_text(repo: Path) -> None:
 
 def test_hint_for_longer_run_names_its_length(repo: Path) -> None:
     ended = train(repo, "--num-steps", "5", "--run_name=my run")
-    hint = "longer  bash scripts/train.sh '--run_name=my run' --num_steps=9 --lr_decay=9\n"
+    hint = "train longer  bash scripts/train.sh '--run_name=my run' --num_steps=9 --lr_decay=9\n"
     assert hint in ended.stdout
     ended = train(repo, "--num_tokens=9M", "--lr_schedule=constant")
-    hint = "longer  bash scripts/train.sh --lr_schedule=constant --num_steps=9\n"
+    hint = "train longer  bash scripts/train.sh --lr_schedule=constant --num_steps=9\n"
     assert hint in ended.stdout
 
 
@@ -268,7 +270,7 @@ def test_leading_zeros_are_not_octal(repo: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "status", "words"),
     [
-        ("finished:0", 0, "yours  "),
+        ("finished:0", 0, "your text  "),
         ("bad_input:2", 2, "bad_input: as told"),
         ("bad_input:1", 2, "bad_input: as told"),  # torchrun's own code
         ("resume_me:0", 75, "resume_me: as told"),  # as under torchrun
@@ -280,7 +282,7 @@ def test_exit_status(repo: Path, plan: str, status: int, words: str) -> None:
     ended = train(repo, PLAN=plan)
     assert ended.returncode == status, ended.stderr
     output = ended.stdout + ended.stderr
-    assert words in output and ("yours  " in output) == (status == 0)
+    assert words in output and ("your text  " in output) == (status == 0)
 
 
 def test_old_status_is_ignored(repo: Path) -> None:
@@ -387,7 +389,7 @@ def test_environment_is_made_with_constraints(repo: Path, tmp_path: Path) -> Non
     assert ended.returncode == 1 and "pip could not install the packages" in ended.stderr
     words = (tmp_path / "pip.txt").read_text().splitlines()
     assert f"{repo}/constraints.txt" in words and f"{repo}[dev]" in words and "--no-input" in words
-    assert "installing packages into .venv (dev)" in ended.stderr
+    assert "Installing packages into .venv (dev)" in ended.stderr
 
 
 def test_prose_is_documentation_and_docstrings(

@@ -61,17 +61,18 @@ def test_train_sh_shows_progress_and_results(tmp_path: Path) -> None:
     console = (folder / "console.txt").read_text()
     assert "next report" not in console and "\x1b" not in console
     assert (
-        re.search(r"^step +60/120  loss", console, re.MULTILINE) and "finished 120 steps" in console
+        re.search(r"^\d\d:\d\d:\d\d step 60/120  loss", console, re.MULTILINE)
+        and "finished 120 steps" in console
     )
     plain = COLOR.sub("", shown)
-    (result,) = re.findall(r"^result +(.*)$", plain, re.MULTILINE)
+    (result,) = re.findall(r"^final +(.*)$", plain, re.MULTILINE)
     assert re.fullmatch(
-        r"loss \d\.\d{4}, the mean since the last report; validation loss \d\.\d{4}", result
+        r"train loss \d\.\d{4} \(last \d+ steps\), validation loss \d\.\d{4}", result
     )
-    before, _, after = plain.partition("report  file://")
+    before, _, after = plain.partition("report        file://")
     page = Path(after.splitlines()[0])
     assert page == folder / "report.html" and "</html>" in page.read_text()
-    assert re.search(r"^time    .*training \d+ s.*: \d+ s in total$", after, re.MULTILINE)
+    assert re.search(r"^time          .*training \d+ s.*: \d+ s in total$", after, re.MULTILINE)
     assert "--num_steps=360" in after and len(after.splitlines()) <= 9
 
 
@@ -81,7 +82,10 @@ def test_failing_report_page_is_a_note(tmp_path: Path) -> None:
     flags = (*DUMMY, "--batch_size=2", "--num_steps=4", f"--output_dir={tmp_path}/run")
     code, shown = on_terminal("bash", ROOT / "scripts/train.sh", *flags, env=environment())
     assert code == 0, shown
-    assert "note: the page of curves could not be made" in shown and "report  file://" not in shown
+    assert (
+        "note: the page of curves could not be made" in shown
+        and "report        file://" not in shown
+    )
 
 
 def test_installation_shows_progress_of_pip(repo: Path, tmp_path: Path) -> None:

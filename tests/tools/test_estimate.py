@@ -8,6 +8,7 @@ import pytest
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.config.values import rounded_bytes
 from fms_fsdp.tools.estimate import EstimateConfig, days_by_rate
 from tests.cases import cases
 
@@ -79,11 +80,14 @@ def test_memory_and_traffic_per_rank(
 ) -> None:
     assert main(["estimate", "--tflops=400", *flags.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
-    weights, gathered, gradients, state = (f"{size / 2**30:.3g}" for size in held)
-    own = f"weights {weights}, gathered {gathered}, gradients {gradients}, optimizer {state}"
-    assert lines[1].startswith(f"GiB per rank: {own}, activations ")
-    over = ", ".join(f"{axis} {size / 2**30:.3g}" for axis, size in sent.items())
-    assert (lines[2] == f"GiB sent by a rank per step: {over}") is bool(sent)
+    names = ("weights", "gathered", "gradients", "optimizer")
+    parts = zip(names, held, strict=True)
+    own = ", ".join(f"{name} {rounded_bytes(size)}" for name, size in parts if size)
+    assert (
+        lines[1].startswith("memory estimate: ") and f" per rank ({own}, activations " in lines[1]
+    )
+    over = ", ".join(f"{axis} {rounded_bytes(size)}" for axis, size in sent.items())
+    assert (lines[2] == f"sent per rank and step: {over}") is bool(sent)
 
 
 @cases("""
