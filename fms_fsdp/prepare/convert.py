@@ -90,18 +90,25 @@ class TokenReader:
             try:
                 for tokens in read_token_file(part.path, self.column):
                     number += 1
-                    tokens = tokens[:-1] if len(tokens) and tokens[-1] == self.eos_id else tokens
-                    if self.bos != "keep" and len(tokens):
-                        rest = (
-                            tokens[1:] if int(tokens[0]) & (NO_LOSS - 1) == self.bos_id else tokens
-                        )
-                        bos = np.uint32(
-                            self.bos_id | int(rest[0]) & NO_LOSS if len(rest) else self.bos_id
-                        )
-                        tokens = rest if self.bos == "strip" else np.append(bos, rest)
+                    if len(tokens) and tokens[-1] == self.eos_id:
+                        tokens = tokens[:-1]
+                    if len(tokens) and self.bos != "keep":
+                        tokens = self._apply_bos(tokens)
                     yield Encoded(tokens) if len(tokens) else Problem("empty document")
             except (OSError, ValueError, IndexError) as error:  # pa.ArrowInvalid is a ValueError
                 raise UserError(f"--input={part.path}, document {number + 1}: {error}") from error
+
+    def _apply_bos(self, tokens: Tokens) -> Tokens:
+        """Strips the BOS id of a document, or adds it where it is missing."""
+        text = tokens
+        if int(tokens[0]) & (NO_LOSS - 1) == self.bos_id:
+            text = tokens[1:]
+        if self.bos == "strip":
+            return text
+        bos = self.bos_id
+        if len(text):
+            bos |= int(text[0]) & NO_LOSS  # it is of the prompt if the next token is
+        return np.append(np.uint32(bos), text)
 
 
 def convert(config: ConvertConfig) -> dict[str, Stats]:
@@ -112,9 +119,8 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
     """
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
     info = _shard_info(config, tokenizer)
-    sources = [
-        _find_source(config, name, paths) for name, paths in parse_input(config.input).items()
-    ]
+    named = parse_input(config.input)
+    sources = [_find_source(config, name, paths) for name, paths in named.items()]
     has_masks = any(_has_masks(file.path) for source in sources for file in source.files)
     options = {
         "tokenizer_digest": info.tokenizer_digest,
@@ -123,8 +129,9 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         "column": config.column,
         "split": list(config.split),
         "shard_tokens": config.shard_tokens,
-        **({"bos": f"{config.bos} {config.bos_id}"} if config.bos_id is not None else {}),
     }
+    if config.bos_id is not None:
+        options["bos"] = f"{config.bos} {config.bos_id}"
     with lock_output(config.folder):
         plans = [{"inputs": source.inputs_digest, **options} for source in sources]
         check_plans(config.folder, sources, plans, config.overwrite)
@@ -133,20 +140,27 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         bos_id = -1 if config.bos_id is None else config.bos_id
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
         info = replace(info, has_masks=has_masks)
-        return make_shards(
-            config, sources, ShardSettings(reader, info, config.split, config.shard_tokens)
-        )
+        settings = ShardSettings(reader, info, config.split, config.shard_tokens)
+        return make_shards(config, sources, settings)
 
 
 def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo:
-    known = tokenizer.vocabulary if tokenizer else None
-    size = config.vocab_size or (known.size if known else 0)
-    eos_id = config.eos_id if config.eos_id is not None else (known.eos_id if known else 0)
+    size = config.vocab_size
+    eos_id = config.eos_id
+    digest = ""
+    if tokenizer is not None:
+        vocabulary = tokenizer.vocabulary
+        digest = vocabulary.digest
+        if size is None:
+            size = vocabulary.size
+        if eos_id is None:
+            eos_id = vocabulary.eos_id
+    assert size is not None and eos_id is not None  # one of the flags is set
     bos_id = -1 if config.bos_id is None else config.bos_id
     for name, number in (("eos_id", eos_id), ("bos_id", bos_id)):
         if number >= size:
             raise UserError(f"--{name}={number} must be below --vocab_size={size}; correct one")
-    return ShardInfo(size, eos_id, known.digest if known else "", bos_id=bos_id)
+    return ShardInfo(size, eos_id, digest, bos_id=bos_id)
 
 
 def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> PreparedSource:
@@ -214,7 +228,8 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
             raise UserError(
                 f"Megatron index of version {version}, type {code}; it must be of version 1 and of integers"
             )
-        num_sequences, num_edges = (int.from_bytes(file.read(8), "little") for _ in range(2))
+        num_sequences = int.from_bytes(file.read(8), "little")
+        num_edges = int.from_bytes(file.read(8), "little")
         lengths = np.fromfile(file, "<i4", num_sequences)
         pointers = np.fromfile(file, "<i8", num_sequences)
         edges = np.fromfile(file, "<i8", num_edges)
@@ -239,7 +254,8 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
     size = os.path.getsize(path)
     if total and size not in (2 * total, 4 * total):
         raise UserError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
-    ids = _map_ids(path, np.dtype(f"<u{size // total}" if total else "<u2"))
+    bytes_per_id = size // total if total else 2
+    ids = _map_ids(path, np.dtype(f"<u{bytes_per_id}"))
     for start, end in pairwise([0, *ends]):
         yield ids[start:end]
 
@@ -254,14 +270,18 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
     Raises:
         UserError: there is no such column.
     """
-    name = wanted or next((name for name in _COLUMNS if name in schema.names), "")
-    if name not in schema.names:
-        missing = wanted or " or ".join(_COLUMNS)
-        present = ", ".join(schema.names)
-        raise UserError(f"has no column {missing}, only {present}; set --column")
+    names = [wanted] if wanted else list(_COLUMNS)
+    present = [name for name in names if name in schema.names]
+    if not present:
+        missing = " or ".join(names)
+        raise UserError(f"has no column {missing}, only {', '.join(schema.names)}; set --column")
+    name = present[0]
     kind = schema.field(name).type
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not pa.types.is_integer(kind.value_type if is_list else kind) or (has_lists and not is_list):
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        is_valid = pa.types.is_integer(kind.value_type)
+    else:
+        is_valid = pa.types.is_integer(kind) and not has_lists
+    if not is_valid:
         raise UserError(
             f"column {name} contains {kind}, not lists of integers; for text use "
             "`python -m fms_fsdp prepare`"
@@ -271,7 +291,10 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
 
 def _split_lists(array: pa.Array) -> Sequence[Tokens]:
     is_document = pa.types.is_integer(array.type)
-    if array.null_count or (not is_document and array.flatten().null_count):
+    num_nulls = array.null_count
+    if not is_document:
+        num_nulls += array.flatten().null_count
+    if num_nulls:
         raise UserError("the ids contain nulls; write the file without them")
     if is_document:
         return [array.to_numpy()]

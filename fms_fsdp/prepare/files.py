@@ -34,22 +34,14 @@ from fms_fsdp.prepare.formats import (
     suffix_of,
 )
 
-_EXPANSION = {
-    ".gz": 4,
-    ".zst": 4,
-    ".xz": 5,
-    ".bz2": 4,
-    ".parquet": 3,
-}  # bytes of text per byte, roughly
+# Bytes of text per byte of a file, roughly.
+_EXPANSION = {".gz": 4, ".zst": 4, ".xz": 5, ".bz2": 4, ".parquet": 3}
 _RESERVED = ("meta", "validation", "test")
 # the first word of a file or folder with one split of a dataset, as in test-00000-of-00002.parquet
 _SPLIT = re.compile(r"(train|validation|valid|val|dev|eval|test)([-_.]|$)")
 _SHOWN_FILES = 3  # in a note
-_DATASETS_METADATA = {
-    "dataset_info.json",
-    "state.json",
-    "dataset_dict.json",
-}  # of the package datasets
+# Files of the package datasets beside its .arrow files.
+_DATASETS_METADATA = {"dataset_info.json", "state.json", "dataset_dict.json"}
 
 
 @dataclass(frozen=True)
@@ -80,28 +72,42 @@ def parse_input(text: str) -> dict[str, list[str]]:
     A comma belongs to the path unless NAME= follows it, or the path without NAME= does not exist.
     """
     sources = dict[str, list[str]]()
-    unnamed = dict[str, str]()
-    for item in [text] if _exists(text) else re.split(r",(?=[^,=/]*=)", text):
-        given, equals, rest = item.partition("=")
-        is_named = bool(equals) and "/" not in given and not _exists(item.split("/")[0])
-        for path in [rest] if is_named else [item] if _exists(item) else item.split(","):
-            if not path or (is_named and not given):
-                raise UserError(
-                    f"--input={text} must have the form [NAME=]PATH[,[NAME=]PATH…]; write e.g. "
-                    "data/web,code=src"
-                )
-            name = given if is_named else _name_of(path)
-            if first := unnamed.get(name):
-                raise UserError(
-                    f"--input={first} is not the only source named {name}; write NAME={first}"
-                )
-            if not is_named:
-                unnamed[name] = path
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in _RESERVED:
-                rule = f"letters, digits, _ . - and not {', '.join(_RESERVED)}"
-                raise UserError(f"--input={path}: a source name must be {rule}; write NAME=PATH")
-            sources.setdefault(name, []).append(path)
+    unnamed = dict[str, str]()  # the path of each source that has its name from it
+    for given, path in _split_input(text):
+        if not path or given == "":
+            raise UserError(
+                f"--input={text} must have the form [NAME=]PATH[,[NAME=]PATH…]; write e.g. "
+                "data/web,code=src"
+            )
+        name = _name_of(path) if given is None else given
+        if name in unnamed:
+            first = unnamed[name]
+            raise UserError(
+                f"--input={first} is not the only source named {name}; write NAME={first}"
+            )
+        if given is None:
+            unnamed[name] = path
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in _RESERVED:
+            rule = f"letters, digits, _ . - and not {', '.join(_RESERVED)}"
+            raise UserError(f"--input={path}: a source name must be {rule}; write NAME=PATH")
+        sources.setdefault(name, []).append(path)
     return sources
+
+
+def _split_input(text: str) -> Iterator[tuple[str | None, str]]:
+    """Yields the given name, None without NAME=, and the path of each source."""
+    items = [text] if _exists(text) else re.split(r",(?=[^,=/]*=)", text)
+    for item in items:
+        given, equals, path = item.partition("=")
+        # An "=" in a path is none of NAME=: the path exists, or has a folder before it.
+        is_named = bool(equals) and "/" not in given and not _exists(item.split("/")[0])
+        if is_named:
+            yield given, path
+        elif _exists(item):
+            yield None, item
+        else:
+            for each in item.split(","):
+                yield None, each
 
 
 def _exists(path: str) -> bool:
@@ -111,9 +117,13 @@ def _exists(path: str) -> bool:
 def _name_of(path: str) -> str:
     """Returns the last folder or file of a path before wildcards, without endings."""
     folder, pattern = _split_pattern(path)
-    full = os.path.abspath(folder if glob.has_magic(pattern.split("/")[0]) else path)
-    last = os.path.basename(full)
-    return re.sub("[^A-Za-z0-9_.-]+", "_", last.partition(".")[0] if os.path.isfile(full) else last)
+    if glob.has_magic(pattern.split("/")[0]):
+        path = folder
+    full = os.path.abspath(path)
+    name = os.path.basename(full)
+    if os.path.isfile(full):
+        name = name.partition(".")[0]
+    return re.sub("[^A-Za-z0-9_.-]+", "_", name)
 
 
 def _split_pattern(path: str) -> tuple[str, str]:
@@ -144,7 +154,7 @@ def find_files(
 
     path = os.path.expanduser(path)
     found = [path]
-    root = path if os.path.isdir(path) else os.path.dirname(path)
+    root = path if os.path.isdir(path) else os.path.dirname(path)  # names are relative to it
     folder, pattern = _split_pattern(path)
     if pattern:
         root = folder
@@ -153,28 +163,34 @@ def find_files(
             raise MissingInput(
                 f"--input={path} does not exist; give a file, a folder or a quoted glob"
             )
-    own = os.path.realpath(output) if output else "\0"
+    own = os.path.realpath(output) if output else None
     if own == os.path.realpath(root or ".") and not os.path.isfile(path):
         raise UserError(
             f"--output={output} must not be the folder of --input={path}; choose another folder"
         )
     by_path: dict[str, str] = {}  # real path -> relative name
-    for file in (file for each in found for file in _walk(each)):
-        name = os.path.relpath(file, root or ".")
-        real = os.path.realpath(file)
-        is_hidden = found != [path] and any(map(_is_hidden, name.split("/")))
-        if is_hidden or real.startswith(f"{own}/"):
-            continue
-        if matches(name, include or ["*"]) and not matches(name, exclude):
-            by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
+    for each in found:
+        for file in _walk(each):
+            name = os.path.relpath(file, root or ".")
+            real = os.path.realpath(file)
+            if pattern and any(map(_is_hidden, name.split("/"))):
+                continue
+            if own is not None and real.startswith(f"{own}/"):
+                continue
+            if matches(name, include or ["*"]) and not matches(name, exclude):
+                by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
     names = sorted(by_path.values(), key=os.fsencode)
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _DATASETS_METADATA]
     if not names:
         rule = "contains no files to read; check the folder, --include and --exclude"
         raise MissingInput(f"--input={path} {rule}")
-    stats = [(os.path.join(root, name), name, os.stat(os.path.join(root, name))) for name in names]
-    return [InputFile(full, name, stat.st_size, stat.st_mtime_ns) for full, name, stat in stats]
+    files = []
+    for name in names:
+        full = os.path.join(root, name)
+        stat = os.stat(full)
+        files.append(InputFile(full, name, stat.st_size, stat.st_mtime_ns))
+    return files
 
 
 def unique_files(files: Iterable[InputFile]) -> tuple[InputFile, ...]:
@@ -257,7 +273,8 @@ def _walk(path: str) -> Iterator[str]:
                 kept.append(sub)
         subfolders[:] = kept
         for name in files:
-            if not name.startswith(".") and os.path.isfile(file := os.path.join(folder, name)):
+            file = os.path.join(folder, name)
+            if not name.startswith(".") and os.path.isfile(file):
                 yield file
 
 
@@ -269,34 +286,39 @@ def plan_slices(
     `limit_docs` keeps that many records from the start; they are counted by reading them.
     """
     slices = list[Slice]()
-    parts = list[Part]()
-    weight = 0
-    left = limit_docs
-    for part in (part for file in files for part in _split(file, slice_bytes)):
-        if left is not None:
-            part = replace(part, limit=left)
-            left -= sum(1 for _ in read_part(part, form))
-        if parts and weight + part.num_bytes > slice_bytes:
+    parts = list[Part]()  # of the next slice
+    num_bytes = 0
+    records_left = limit_docs
+    all_parts = (part for file in files for part in _split(file, slice_bytes))
+    for part in all_parts:
+        if records_left is not None:
+            part = replace(part, limit=records_left)
+            records_left -= sum(1 for _ in read_part(part, form))
+        if parts and num_bytes + part.num_bytes > slice_bytes:
             slices.append(Slice(len(slices), tuple(parts)))
             parts = []
-            weight = 0
+            num_bytes = 0
         parts.append(part)
-        weight += part.num_bytes
-        if left == 0:
+        num_bytes += part.num_bytes
+        if records_left == 0:
             break
     return [*slices, Slice(len(slices), tuple(parts))]
 
 
 def _split(file: InputFile, slice_bytes: int) -> Iterator[Part]:
+    """Splits a file into equal parts of at most `slice_bytes` of text, if its format allows it.
+
+    Example: 10 row groups in 4 parts begin at 0, 2, 5 and 7.
+    """
     size = file.size * _EXPANSION.get(suffix_of(file.path), 1)
-    num_parts = -(-size // slice_bytes) or 1
-    end = max(1, size)
+    num_parts = max(1, -(-size // slice_bytes))
+    end = size  # in bytes, or in row groups
     if file_format(file.path) == "parquet":
         with reading(file.path), open(file.path, "rb") as stream:
             end = pq.ParquetFile(stream).metadata.num_row_groups
     elif file_format(file.path) != "jsonl" or suffix_of(file.path) in COMPRESSED:
         num_parts = 1
-    else:
-        end = size
-    for start, stop in pairwise(sorted({end * i // num_parts for i in range(num_parts + 1)})):
+        end = max(1, size)
+    bounds = {end * i // num_parts for i in range(num_parts + 1)}
+    for start, stop in pairwise(sorted(bounds)):
         yield Part(file.path, start, stop, size * (stop - start) // end)

@@ -87,7 +87,10 @@ class TextFormat:
 
     @property
     def keys(self) -> list[str]:
-        return ([self.prompt_key] if self.prompt_key else []) + self.text_key.split(",")
+        keys = self.text_key.split(",")
+        if self.prompt_key:
+            keys.insert(0, self.prompt_key)
+        return keys
 
 
 def suffix_of(path: str) -> str:
@@ -96,9 +99,11 @@ def suffix_of(path: str) -> str:
 
 def file_format(path: str) -> str:
     """Returns a value of FORMATS, or `text`, from the name of the file."""
-    is_compressed = suffix_of(path) in COMPRESSED
-    found = FORMATS.get(suffix_of(path[: -len(suffix_of(path))] if is_compressed else path), "text")
-    return "text" if is_compressed and found in ("parquet", "arrow") else found
+    suffix = suffix_of(path)
+    if suffix not in COMPRESSED:
+        return FORMATS.get(suffix, "text")
+    inner = FORMATS.get(suffix_of(path[: -len(suffix)]), "text")
+    return "text" if inner in ("parquet", "arrow") else inner
 
 
 def check_format(path: str, form: TextFormat) -> None:
@@ -184,7 +189,8 @@ class _Members(io.RawIOBase):
                 return 0
             self._rest = chunk
         size = min(len(buffer), len(self._rest))
-        buffer[:size], self._rest = self._rest[:size], self._rest[size:]
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
         return size
 
 
@@ -196,13 +202,18 @@ def _decompress(file: IO[bytes], make_decompressor: Callable[[], Any]) -> Iterat
         limit = () if hasattr(member, "flush") else (_MAX_OUTPUT_BYTES,)
         while not member.eof:
             yield member.decompress(data, *limit)
-            needs_input = getattr(member, "needs_input", True)
-            data = file.read(_READ_BYTES) if needs_input else b""
-            if needs_input and not data and not member.eof:
+            if not getattr(member, "needs_input", True):  # the limit held back a part of the output
+                data = b""
+                continue
+            data = file.read(_READ_BYTES)
+            if not data and not member.eof:
                 raise EOFError("the file is truncated")
         data = (member.unused_data + data).lstrip(b"\0")
-        while not data and (more := file.read(_READ_BYTES)):
-            data = more.lstrip(b"\0")
+        while not data:  # zero padding between members
+            block = file.read(_READ_BYTES)
+            if not block:
+                return
+            data = block.lstrip(b"\0")
 
 
 @contextmanager
@@ -213,11 +224,12 @@ def open_arrow(path: str) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]
     if not is_file and data[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
         raise pa.ArrowInvalid("the file is neither an Arrow file nor a complete Arrow stream")
     source = pa.BufferReader(pa.py_buffer(data))
-    reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-    yield (
-        reader.schema,
-        map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader,
-    )
+    if is_file:
+        file = pa.ipc.open_file(source)
+        yield file.schema, map(file.get_batch, range(file.num_record_batches))
+    else:
+        stream = pa.ipc.open_stream(source)
+        yield stream.schema, stream
 
 
 def read_part(part: Part, form: TextFormat) -> Records:
@@ -275,12 +287,15 @@ def _read_json_lines(part: Part, form: TextFormat) -> Records:
                 return
             text = line if position else line.removeprefix(_BOM)
             position += len(line)
-            record = _parse_line(text, form) if text.strip() else Problem("blank line")
+            if not text.strip():
+                yield Problem("blank line")
+                continue
+            record = _parse_line(text, form)
             if isinstance(record, str):
-                record = Problem(
-                    record, f"{part.path}:{number + _lines_before(part.path, first)}", True
-                )
-            yield record
+                where = f"{part.path}:{number + _lines_before(part.path, first)}"
+                yield Problem(record, where, malformed=True)
+            else:
+                yield record
 
 
 def _lines_before(path: str, stop: int) -> int:
@@ -301,7 +316,9 @@ def _parse_line(line: bytes, form: TextFormat) -> Document | str:
         return "not UTF-8"
     except (ValueError, RecursionError):
         return "not JSON"
-    return _document(record, form) if isinstance(record, dict) else "not a JSON object"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    return _document(record, form)
 
 
 def _read_json(part: Part, form: TextFormat) -> Records:
@@ -331,23 +348,26 @@ def _document(record: Any, form: TextFormat) -> Document | str:
     """Returns the document of a record, or the reason why there is none; a string is a text itself."""
     if not isinstance(record, dict | str):
         return "not a JSON object"
-    values: list[Any] = (
-        [record] if isinstance(record, str) else [_field(record, key) for key in form.keys]
-    )
-    for i, (key, value) in enumerate(zip(form.keys, values, strict=False)):
-        if isinstance(value, bytes):  # of a binary column
-            try:
-                values[i] = value.decode()
-            except UnicodeDecodeError:
-                return "not UTF-8"
-        elif not isinstance(value, str):
-            return (
-                f"key '{key}' is missing or empty"
-                if value is None
-                else f"key '{key}' is not a string"
-            )
-    prompt = values.pop(0) if form.prompt_key and len(values) > 1 else ""
-    text = prompt + "\n".join(values)
+    prompt = ""
+    if isinstance(record, str):
+        text = record
+    else:
+        values = list[str]()
+        for key in form.keys:
+            value = _field(record, key)
+            if isinstance(value, bytes):  # of a binary column
+                try:
+                    value = value.decode()
+                except UnicodeDecodeError:
+                    return "not UTF-8"
+            if value is None:
+                return f"key '{key}' is missing or empty"
+            if not isinstance(value, str):
+                return f"key '{key}' is not a string"
+            values.append(value)
+        if form.prompt_key:
+            prompt = values.pop(0)
+        text = prompt + "\n".join(values)
     if form.prompt_key and len(text) == len(prompt):
         return f"key '{form.text_key}' is empty"
     try:
@@ -364,7 +384,9 @@ def _field(record: Any, key: str) -> Any:
     if key in record or "." not in key:
         return record.get(key)
     outer, _, inner = key.partition(".")
-    return _field(record[outer], inner) if isinstance(record.get(outer), dict) else None
+    if not isinstance(record.get(outer), dict):
+        return None
+    return _field(record[outer], inner)
 
 
 def _read_parquet(part: Part, form: TextFormat) -> Records:
@@ -387,10 +409,9 @@ def _columns(path: str, schema: pa.Schema, form: TextFormat) -> list[str]:
     columns = [key if key in schema.names else key.partition(".")[0] for key in form.keys]
     for key in form.keys:
         if not _has_field(schema, key):
-            has_tokens = "tokens" in schema.names or "input_ids" in schema.names
-            remedy = (
-                "for token ids use `python -m fms_fsdp convert`" if has_tokens else "set --text_key"
-            )
+            remedy = "set --text_key"
+            if "tokens" in schema.names or "input_ids" in schema.names:
+                remedy = "for token ids use `python -m fms_fsdp convert`"
             rule = f"is not a column of {path}, which has {', '.join(schema.names)}"
             raise UserError(f"--text_key={key} {rule}; {remedy}")
     return list(dict.fromkeys(columns))
@@ -400,8 +421,10 @@ def _has_field(fields: pa.Schema | pa.StructType, key: str) -> bool:
     if key in fields.names:
         return True
     outer, _, inner = key.partition(".")
-    kind = fields.field(outer).type if inner and outer in fields.names else None
-    return kind is not None and pa.types.is_struct(kind) and _has_field(kind, inner)
+    if not inner or outer not in fields.names:
+        return False
+    kind = fields.field(outer).type
+    return pa.types.is_struct(kind) and _has_field(kind, inner)
 
 
 def _read_batches(
@@ -418,7 +441,10 @@ def _read_batches(
 def _numbered(what: str, records: Iterable[Any], form: TextFormat, before: int = 0) -> Records:
     for number, record in enumerate(records, start=before + 1):
         found = _document(record, form)
-        yield Problem(found, f"{what} {number}", True) if isinstance(found, str) else found
+        if isinstance(found, str):
+            yield Problem(found, f"{what} {number}", malformed=True)
+        else:
+            yield found
 
 
 def _read_text(part: Part, form: TextFormat) -> Records:
@@ -439,11 +465,14 @@ def _read_text(part: Part, form: TextFormat) -> Records:
                 )
             texts = iter([body])
         for number, data in enumerate(texts, start=1):
-            where = f"{part.path}: document {number}" if form.text_separator else part.path
+            where = part.path
+            if form.text_separator:
+                where = f"{part.path}: document {number}"
             if data is None:
                 yield Problem(f"longer than {DOCUMENT_LIMIT >> 20} MiB", where, malformed=True)
                 continue
-            data = data.removeprefix(_BOM) if number == 1 else data
+            if number == 1:
+                data = data.removeprefix(_BOM)
             try:
                 yield Document(data.decode(), data)
             except UnicodeDecodeError:
@@ -458,15 +487,15 @@ def _split_text(head: bytes, stream: IO[bytes], separator: bytes) -> Iterator[by
     while chunk:
         searched = max(0, len(rest) - len(separator) + 1)  # no separator begins before
         rest += chunk
-        first, *more = rest[searched:].split(separator)
-        if more:
-            for text in (rest[:searched] + first, *more[:-1]):
+        first, *others = rest[searched:].split(separator)
+        if others:
+            for text in (rest[:searched] + first, *others[:-1]):
                 if is_too_long or len(text) > DOCUMENT_LIMIT:
                     yield None
                 elif text:
                     yield bytes(text)
                 is_too_long = False
-            rest = more[-1]
+            rest = others[-1]
         if len(rest) > DOCUMENT_LIMIT:
             is_too_long = True
             del rest[: len(rest) - len(separator) + 1]

@@ -93,9 +93,8 @@ class ShardInfo:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(
-            np.uint16 if self.vocab_size <= 1 << 16 and not self.has_masks else np.uint32
-        )
+        fits_in_16_bits = self.vocab_size <= 1 << 16 and not self.has_masks
+        return np.dtype(np.uint16 if fits_in_16_bits else np.uint32)
 
 
 class ShardWriter:
@@ -109,7 +108,8 @@ class ShardWriter:
     def __init__(self, path: Path, info: ShardInfo) -> None:
         self.path = path
         self.info = info
-        self.num_documents = self.num_tokens = 0
+        self.num_documents = 0
+        self.num_tokens = 0
         self._max_token_id = 0
         self._has_bos = info.bos_id is not None
         self._documents = list[Tokens]()
@@ -120,7 +120,8 @@ class ShardWriter:
         """Appends a document. Raises: UserError: an id is outside the vocabulary."""
         ids = tokens & (NO_LOSS - 1) if self.info.has_masks else tokens
         if len(ids):
-            low, high = 0 if ids.dtype.kind == "u" else int(ids.min()), int(ids.max())
+            low = 0 if ids.dtype.kind == "u" else int(ids.min())
+            high = int(ids.max())
             if low < 0 or high >= self.info.vocab_size:
                 bad = low if low < 0 else high
                 raise UserError(
@@ -128,7 +129,8 @@ class ShardWriter:
                     "(or --tokenizer) to that of the program that wrote the ids"
                 )
             self._max_token_id = max(self._max_token_id, high)
-        self._has_bos &= bool(len(ids)) and int(ids[0]) & (NO_LOSS - 1) == self.info.bos_id
+        begins_with_bos = len(ids) > 0 and int(ids[0]) & (NO_LOSS - 1) == self.info.bos_id
+        self._has_bos = self._has_bos and begins_with_bos
         self._documents.append(tokens.astype(self.info.dtype, copy=False))
         self._batch_tokens += len(tokens)
         self.num_documents += 1
@@ -157,10 +159,12 @@ class ShardWriter:
             "vocab_size": str(info.vocab_size),
             "sep_token": str(info.sep_token),
             "dtype": info.dtype.name,
-            **({"has_bos": str(self._has_bos).lower()} if info.bos_id != -1 else {}),
-            "has_eos": str(info.has_eos).lower(),
-            **({"has_masks": "true"} if info.has_masks else {}),
         }
+        if info.bos_id != -1:
+            metadata["has_bos"] = str(self._has_bos).lower()
+        metadata["has_eos"] = str(info.has_eos).lower()
+        if info.has_masks:
+            metadata["has_masks"] = "true"
         column = pa.field("tokens", pa.large_list(pa.from_numpy_dtype(info.dtype)), nullable=False)
         schema = pa.schema([column], metadata=metadata)
         temporary = self.path.with_name(f".{self.path.name}.tmp")
@@ -221,12 +225,13 @@ class Stats:
         total = Stats()
         for content in contents:
             for name, value in content.items():
-                if isinstance(own := getattr(total, name), Counter):
-                    own.update(value)
+                summed = getattr(total, name)
+                if isinstance(summed, Counter):
+                    summed.update(value)
                 elif name == "bad":
-                    own += value[: _SHOWN_BAD - len(own)]
+                    summed += value[: _SHOWN_BAD - len(summed)]
                 else:
-                    setattr(total, name, own + value)
+                    setattr(total, name, summed + value)
         return total
 
     @property
@@ -236,10 +241,13 @@ class Stats:
 
     def reasons(self) -> str:
         """Returns why records were skipped, the most frequent reason first."""
-        return ", ".join(
-            counted(count, reason) if reason in _NOUNS else f"{count:,} {reason}"
-            for reason, count in self.left_out.most_common()
-        )
+        parts = []
+        for reason, count in self.left_out.most_common():
+            if reason in _NOUNS:
+                parts.append(counted(count, reason))
+            else:
+                parts.append(f"{count:,} {reason}")
+        return ", ".join(parts)
 
 
 def describe(stats: Mapping[str, Stats]) -> str:
@@ -255,8 +263,9 @@ def describe(stats: Mapping[str, Stats]) -> str:
     head = ("source", "documents", "tokens", "chars/token", "tokens/doc", "<unk>", "skipped")
     lines = [table(head, rows, (0, 6))]
     for name, part in stats.items():
-        lines += map("malformed: {}".format, part.bad)
-        if warning := unk_warning(name, part.unk_fraction):
+        lines += [f"malformed: {record}" for record in part.bad]
+        warning = unk_warning(name, part.unk_fraction)
+        if warning:
             lines.append(f"warning: {warning}")
     return "\n".join(lines)
 
@@ -282,7 +291,10 @@ class PreparedSource:
         return self.output / ".partial" / self.name
 
     def final(self, split: str) -> Path:
-        return self.output / self.name if split == SPLITS[0] else self.output / split / self.name
+        """The folder of a split of the source in the output."""
+        if split == SPLITS[0]:
+            return self.output / self.name
+        return self.output / split / self.name
 
     @functools.cached_property
     def inputs_digest(self) -> str:
@@ -294,16 +306,21 @@ class PreparedSource:
         results = {}
         for part in self.slices:
             path = self.journal / f"slice-{part.index:05d}.json"
-            if path.is_file() and all(map(self._exists, (result := _read_entry(path))["shards"])):
-                results[part.index] = result
-        is_unpublished = all(
-            (self.partial / split).is_dir() for split in splits_of(results.values())
-        )
-        return results if is_unpublished or len(results) == len(self.slices) else {}
+            if path.is_file():
+                result = _read_entry(path)
+                if all(map(self._exists, result["shards"])):
+                    results[part.index] = result
+        splits = splits_of(results.values())
+        is_unpublished = all((self.partial / split).is_dir() for split in splits)
+        if is_unpublished or len(results) == len(self.slices):
+            return results
+        return {}
 
     def _exists(self, shard: ShardEntry) -> bool:
         folder = self.partial / shard["split"]
-        path = (folder if folder.is_dir() else self.final(shard["split"])) / shard["file"]
+        if not folder.is_dir():
+            folder = self.final(shard["split"])
+        path = folder / shard["file"]
         return path.is_file() and path.stat().st_size == shard["bytes"]
 
     def publish(self, splits: set[str]) -> None:
@@ -360,14 +377,14 @@ def lock_output(output: Path) -> Iterator[None]:
 def save_tokenizer(
     output: Path, tokenizer: Tokenizer, name: str, trained_on: dict[str, Any] | None = None
 ) -> None:
-    """Saves a copy of --tokenizer=NAME with the shards: its files, its description
-    meta/tokenizer.json, and its chat settings."""
+    """Saves a copy of --tokenizer=NAME with the shards.
+
+    It consists of its files, its description meta/tokenizer.json, and its chat settings.
+    """
     tokenizer.save(output)
     save_chat_settings(name, output)
-    write_json(
-        output / "meta" / "tokenizer.json",
-        {**asdict(tokenizer.vocabulary), "trained_on": trained_on},
-    )
+    description = {**asdict(tokenizer.vocabulary), "trained_on": trained_on}
+    write_json(output / "meta" / "tokenizer.json", description)
 
 
 def check_plans(
@@ -383,10 +400,9 @@ def check_plans(
     Raises:
         UserError: a source was made differently, by another program, or with another tokenizer.
     """
-    known = {
-        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
-        for path in _journals(output, "plan.json")
-    }
+    known = dict[str, dict[str, Any]]()  # the plans of earlier calls, by source
+    for path in _journals(output, "plan.json"):
+        known[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
     digest = plans[0]["tokenizer_digest"]
     names = [source.name for source in sources]
     for name, plan in known.items():
@@ -396,11 +412,6 @@ def check_plans(
                 f"--output={output} contains source {name} made with another tokenizer; remove --tokenizer "
                 "and --train_tokenizer to use that one, or choose another folder"
             )
-    changed = [
-        source
-        for source, plan in zip(sources, plans, strict=True)
-        if known.get(source.name) != plan
-    ]
     for source, plan in zip(sources, plans, strict=True):
         old = known.get(source.name)
         if overwrite or old == plan:
@@ -413,7 +424,7 @@ def check_plans(
             rule = f"has a folder {source.name} that prepare did not make"
             raise UserError(f"--output={output} {rule}; choose another name or folder")
     for source, plan in zip(sources, plans, strict=True):
-        if source in changed:
+        if known.get(source.name) != plan:
             shutil.rmtree(source.journal, ignore_errors=True)
             shutil.rmtree(source.partial, ignore_errors=True)
             write_json(source.journal / "plan.json", plan)
@@ -430,13 +441,16 @@ def publish(
         UserError: a source is empty.
     """
     stats = {}
-    for name, found in ((source.name, results[source.name]) for source in sources):
-        stats[name] = Stats.merge(found[index]["stats"] for index in sorted(found))
+    for source in sources:
+        found = results[source.name]
+        total = Stats.merge(found[index]["stats"] for index in sorted(found))
         if SPLITS[0] not in splits_of(found.values()):
-            reasons = stats[name].reasons() or "no records"
+            reasons = total.reasons() or "no records"
             raise UserError(
-                f"--input: source {name} has no documents to train on: {reasons}; check the input"
+                f"--input: source {source.name} has no documents to train on: {reasons}; check the "
+                "input"
             )
+        stats[source.name] = total
     for source in sources:
         source.publish(splits_of(results[source.name].values()))
     with suppress(OSError):
@@ -471,14 +485,16 @@ def _write_counts(output: Path) -> None:
         if (output / ".partial" / journal.name).exists() or not (output / journal.name).is_dir():
             continue
         results = list(map(_read_entry, sorted(journal.glob("slice-*.json"))))
-        for shard in (shard for result in results for shard in result["shards"]):
-            name = f"{journal.name}/{shard['file']}"
-            rows[shard["split"]].append((name, shard["documents"], shard["tokens"]))
+        for result in results:
+            for shard in result["shards"]:
+                name = f"{journal.name}/{shard['file']}"
+                rows[shard["split"]].append((name, shard["documents"], shard["tokens"]))
         stats = Stats.merge(result["stats"] for result in results)
         summary[journal.name] = {**vars(stats), "unk_fraction": round(stats.unk_fraction, 6)}
     write_json(output / "meta" / "summary.json", summary)
     for split in reversed(SPLITS):
-        path = (output if split == SPLITS[0] else output / split) / "meta" / "counts.csv"
+        folder = output if split == SPLITS[0] else output / split
+        path = folder / "meta" / "counts.csv"
         if rows[split] or path.exists():
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")
