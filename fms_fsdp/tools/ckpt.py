@@ -87,15 +87,16 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
         try:
             state = _problem(folder)
             gib = _gib(folder)
-            metadata = TrainMetadata(0) if state else folders.read_metadata(folder)
+            metadata = TrainMetadata(0)
+            if not state:
+                metadata = folders.read_metadata(folder)
+                health = folders.describe_health(metadata)
+                state = f"complete, {health}" if health else "complete"
         except (CheckpointDeleted, FileNotFoundError):  # by its run, after it was listed
             continue
-        if not state and (health := folders.describe_health(metadata)):
-            state = f"complete, {health}"
         loss = metadata.validation_loss
         shown_loss = "—" if loss is None else f"{loss:.4f}"
-        shown_tokens = f"{metadata.tokens_seen:,}"
-        rows.append((folder.name, gib, shown_tokens, shown_loss, state or "complete"))
+        rows.append((folder.name, gib, f"{metadata.tokens_seen:,}", shown_loss, state))
     for folder, state in folders.leftovers(_root(path)):
         rows.append((folder.name, _gib(folder), "", "", state))
     return rows
@@ -107,8 +108,10 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
     for folder in _step_folders(config.path):
         try:
             reason = _problem(folder, deep=True, weights=config.weights)
-            num_files = 0 if reason else len(folders.read_files(folder)) + 1
-            shown = reason or f"valid: {num_files} files, {_gib(folder)} GiB"
+            shown = reason
+            if not reason:
+                num_files = len(folders.read_files(folder)) + 1  # the list of files, too
+                shown = f"valid: {num_files} files, {_gib(folder)} GiB"
         except (CheckpointDeleted, FileNotFoundError):
             reason = ""
             shown = "deleted by its run in the meantime"
@@ -170,9 +173,13 @@ def inspect(config: CkptInspectConfig) -> None:
     rows = []
     for name, found in (stats | {"all": total}).items():
         size = "x".join(map(str, found["shape"])) or "1"
-        values = ("–" if (v := found.get(key)) is None else f"{v:.4g}" for key in COLUMNS)
+        values = [_format(found.get(key)) for key in COLUMNS]
         rows.append((name, size, found["dtype"], *values))
     print(table(("tensor", "shape", "dtype", *COLUMNS), rows, text_columns=(0, 1, 2)))
+
+
+def _format(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
 
 
 def useless_weights(folder: Path) -> list[str]:
@@ -202,9 +209,15 @@ def tensor_stats(names: Sequence[str], read: Callable[[str], torch.Tensor]) -> d
         tensor = read(name)
         x = tensor.double()
         dtype = str(tensor.dtype).removeprefix("torch.")
-        values = {"norm": x.norm(), "mean": x.mean(), "std": x.std(correction=0)}
-        values |= {"min": x.min(), "max": x.max(), "zeros": (x == 0).double().mean()}
-        values |= {"non_finite": (~torch.isfinite(x)).double().mean()}
+        values = {
+            "norm": x.norm(),
+            "mean": x.mean(),
+            "std": x.std(correction=0),
+            "min": x.min(),
+            "max": x.max(),
+            "zeros": (x == 0).double().mean(),
+            "non_finite": (~torch.isfinite(x)).double().mean(),
+        }
         finite = {key: v.item() if v.isfinite() else None for key, v in values.items()}
         found[name] = {"shape": list(tensor.shape), "dtype": dtype, **finite}
     rewrite_line("")
@@ -213,14 +226,15 @@ def tensor_stats(names: Sequence[str], read: Callable[[str], torch.Tensor]) -> d
 
 def _problem(folder: Path, *, deep: bool = False, weights: bool = False) -> str:
     try:
-        if reason := folders.problem(folder):
+        reason = folders.problem(folder)
+        if reason or not deep:
             return reason
-        if deep:
-            found = folders.corrupt_files(folder)
-            if not found:
-                CheckpointReader(folder).read_metadata()
-                found = useless_weights(folder) if weights else []
-            return "; ".join(found)
+        corrupt = folders.corrupt_files(folder)
+        if corrupt:
+            return "; ".join(corrupt)
+        CheckpointReader(folder).read_metadata()
+        if weights:
+            return "; ".join(useless_weights(folder))
         return ""
     except CheckpointDeleted:
         raise

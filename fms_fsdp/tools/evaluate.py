@@ -97,12 +97,14 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         only_one(self, "tasks", "questions")
-        for name in _TASK_FLAGS if not self.tasks else _HELD_OUT_FLAGS:
-            if value := getattr(self, name):
-                given = f"--{name}={joined(value)}"
-                if self.tasks:
-                    raise UserError(f"{given} has no effect with --tasks; remove it")
-                raise UserError(f"{given} has no effect without --tasks; remove it, or set --tasks")
+        for name in _HELD_OUT_FLAGS if self.tasks else _TASK_FLAGS:
+            value = getattr(self, name)
+            if not value:
+                continue
+            given = f"--{name}={joined(value)}"
+            if self.tasks:
+                raise UserError(f"{given} has no effect with --tasks; remove it")
+            raise UserError(f"{given} has no effect without --tasks; remove it, or set --tasks")
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,12 @@ def evaluate_held_out(
     init_distributed(parallel, cfg.training, world, device)
     # A run that trains meanwhile may save between the choices of two ranks: take rank 0's.
     checkpoint = run_on_rank0(lambda: subject.checkpoint)
-    subject = subject if checkpoint is None else _subject_of(checkpoint)
+    if checkpoint is not None:
+        subject = _subject_of(checkpoint)
     mesh = Mesh(dims, world.rank, device.type, collective_timeout(parallel))
+    max_seq_len = max(subject.model.max_seq_len, cfg.data.seq_length)
     model = parallelize(
-        replace(subject.model, max_seq_len=max(subject.model.max_seq_len, cfg.data.seq_length)),
+        replace(subject.model, max_seq_len=max_seq_len),
         parallel,
         mesh,
         device=device,
@@ -238,10 +242,16 @@ def evaluate_held_out(
     for source in sources:
         counts[source.group] = counts.get(source.group, 0) + source.num_rows
     rows = []
-    for name in (key.removesuffix("/loss") for key in values if key.endswith("/loss")):
-        bits = values.get(f"{name}/bits_per_byte")
-        losses = f"{values[f'{name}/loss']:.4f}", f"{values[f'{name}/ppl']:.2f}"
-        rows.append((name, str(counts[name]), *losses, "—" if bits is None else f"{bits:.4f}"))
+    for key in values:
+        if not key.endswith("/loss"):
+            continue
+        name = key.removesuffix("/loss")
+        loss = f"{values[key]:.4f}"
+        perplexity = f"{values[f'{name}/ppl']:.2f}"
+        bits = "—"
+        if f"{name}/bits_per_byte" in values:
+            bits = f"{values[f'{name}/bits_per_byte']:.4f}"
+        rows.append((name, str(counts[name]), loss, perplexity, bits))
     head = ("source", "sequences", "loss", "perplexity", "bits/byte")
     return subject, values, table(head, rows)
 
@@ -268,13 +278,16 @@ def _load(
 
 def _eval_settings(config: EvaluateConfig, cfg: TrainConfig) -> TrainConfig:
     """Returns the flags of the run with evaluation on and the flags of this command."""
-    names = ("eval_data_path", "eval_datasets", "eval_steps")
-    given: Values = {name: value for name in names if (value := getattr(config, name))}
-    given |= {"eval_at_start": True, "eval_test": config.eval_test}
+    given: Values = {"eval_at_start": True, "eval_test": config.eval_test}
+    for name in ("eval_data_path", "eval_datasets", "eval_steps"):
+        if getattr(config, name):
+            given[name] = getattr(config, name)
     if not config.eval_test:
         given["test_data_path"] = ""
-    names = ("data_path", "seq_length", "sep_token")
-    data = {name: value for name in names if (value := getattr(config, name)) not in (None, "")}
+    data: Values = {}
+    for name in ("data_path", "seq_length", "sep_token"):
+        if getattr(config, name) not in (None, ""):
+            data[name] = getattr(config, name)
     return replace(cfg, eval=replace(cfg.eval, **given), data=replace(cfg.data, **data))
 
 

@@ -78,7 +78,8 @@ def print_step(config: StepConfig) -> None:
         digest = f"{fingerprint(batch, 0):016x}"
         decode = None
         if config.text:
-            tokenizer = find_tokenizer(path := stream.section.data_path)
+            path = stream.section.data_path
+            tokenizer = find_tokenizer(path)
             if tokenizer is None:
                 raise UserError(f"--text requires a tokenizer in {path}; remove --text")
             decode = tokenizer.decode
@@ -118,12 +119,9 @@ def open_run_data(folder: str, data_path: str = "") -> Iterator[RunData]:
     resume = choose_checkpoint(replace(cfg, checkpoint=flags))
     corpus = open_corpus(section)
     # One rank reads the global batch.
-    global_batch = replace(
-        run.batch, batch_size=run.batch.batch_size * run.batch.dp_size, dp_size=1
-    )
-    opened, changes = open_stream(
-        replace(cfg, data=section), global_batch, run.model.vocab_size, corpus, resume
-    )
+    batch = replace(run.batch, batch_size=run.batch.batch_size * run.batch.dp_size, dp_size=1)
+    cfg = replace(cfg, data=section)
+    opened, changes = open_stream(cfg, batch, run.model.vocab_size, corpus, resume)
     with closing(cast(TokenStream, opened)) as stream:
         if resume.is_resume and not resume.fresh_data:
             _open_removed_sources(stream, resume.start.data["sources"])
@@ -201,8 +199,16 @@ def describe_sequence(
 
 
 def _parse_rows(text: str, size: int) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text or f"0:{size}")
-    start, stop = (int(match[1]), int(match[2] or int(match[1]) + 1)) if match else (0, 0)
+    """Returns first and stop of `a:b`, of one sequence `a`, or of all."""
+    start = 0
+    stop = size
+    if text:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        if match is None:
+            stop = 0  # an error below
+        else:
+            start = int(match[1])
+            stop = int(match[2]) if match[2] else start + 1
     if not 0 <= start < stop <= size:
         raise UserError(
             f"--rows={text} must be a:b with 0 <= a < b <= {size}; use 0:{size} for all"
@@ -232,7 +238,8 @@ def _format_sequence(record: dict[str, Any]) -> str:
         if "num_labels" in segment:
             line += f"  loss on {segment['num_labels']} of {length}"
         lines.append(line)
-        if text := segment.get("text"):
+        text = segment.get("text")
+        if text:
             shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
             lines.append(f"      {shown[:EXCERPT]}")
     return "\n".join(lines)
@@ -260,19 +267,24 @@ def verify(config: VerifyConfig) -> None:
     Raises:
         UserError: with the number of problems.
     """
-    run = _read_run(config.run) if config.run else None
-    section = (
-        _data_section(run, config.data_path) if run else DataConfig(data_path=config.data_path)
-    )
+    run = None
+    section = DataConfig(data_path=config.data_path)
+    if config.run:
+        run = _read_run(config.run)
+        section = _data_section(run, config.data_path)
     if config.datasets:
         section = replace(section, datasets=config.datasets, weights=())
     if config.sep_token is not None:
         section = replace(section, sep_token=config.sep_token)
     corpus = open_corpus(replace(section, seq_length=1, on_missing="mask"), check_shards=False)
-    vocab_size = config.vocab_size or (run.model.vocab_size if run else corpus.vocab_size)
+    vocab_size = config.vocab_size
+    if vocab_size is None:
+        vocab_size = corpus.vocab_size if run is None else run.model.vocab_size
     num_shards = sum(len(source.paths) for source in corpus.sources)
-    num_corrupt = num_problems = 0
-    start = last_shown = time.monotonic()
+    num_corrupt = 0
+    num_problems = 0
+    start = time.monotonic()
+    last_shown = start
     pool = ThreadPoolExecutor(config.num_threads)
     try:
         jobs = [
@@ -284,10 +296,11 @@ def verify(config: VerifyConfig) -> None:
             problems = job.result()
             for problem in problems:
                 print(problem, flush=True)
-            num_corrupt = num_corrupt + bool(problems)
-            num_problems = num_problems + len(problems)
-            if (now := time.monotonic()) - last_shown >= PROGRESS_INTERVAL_S:
-                last_shown = now
+            if problems:
+                num_corrupt += 1
+                num_problems += len(problems)
+            if time.monotonic() - last_shown >= PROGRESS_INTERVAL_S:
+                last_shown = time.monotonic()
                 progress = f"read {done} of {num_shards} shards, {num_corrupt} with problems"
                 print(progress, file=sys.stderr)
     finally:
@@ -318,9 +331,11 @@ def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int |
             check_shard(source, number, shard, corpus.sep_token, vocab_size)
         except ShardError as error:
             problems.append(str(error))
-        limits = [] if vocab_size is None else [vocab_size]
-        if largest := shard.metadata.get("max_token_id"):
-            limits.append(int(largest) + 1)
+        limits = list[int]()
+        if vocab_size is not None:
+            limits.append(vocab_size)
+        if shard.metadata.get("max_token_id"):
+            limits.append(int(shard.metadata["max_token_id"]) + 1)
         limit = min(limits, default=None)
         width = shard.width
         starts, addresses = shard.documents
@@ -347,8 +362,9 @@ def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int |
         problems.append(str(error))
     except OSError as error:
         problems.append(f"shard {path} cannot be read: {error}; check the storage")
-    if (more := len(problems) - MAX_PROBLEMS) > 0:
-        problems[MAX_PROBLEMS:] = [f"shard {path} has {more} more problems"]
+    num_hidden = len(problems) - MAX_PROBLEMS
+    if num_hidden > 0:
+        problems[MAX_PROBLEMS:] = [f"shard {path} has {num_hidden} more problems"]
     return problems
 
 

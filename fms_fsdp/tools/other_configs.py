@@ -86,7 +86,9 @@ def _line_of(text: str, name: str) -> int:
     """Returns the first line that holds the last word of a key."""
     word = re.escape(name.rpartition(".")[2]).replace("_", "[-_]")
     match = re.search(rf"(?<!\w)(?<!\w-){word}(?![\w-])", text, re.IGNORECASE)
-    return text.count("\n", 0, match.start()) + 1 if match else 1
+    if match is None:
+        return 1
+    return 1 + text.count("\n", 0, match.start())
 
 
 def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[Key]:
@@ -95,8 +97,10 @@ def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[Key]:
     for name, value in content.items():
         if isinstance(value, dict) and value:
             yield from _flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):  # an empty table sets nothing
+            yield Key(f"{prefix}{name}", None, "")
         else:
-            yield Key(f"{prefix}{name}", value or None if isinstance(value, dict) else value, "")
+            yield Key(f"{prefix}{name}", value, "")
 
 
 def _read_toml(text: str) -> Iterator[Key]:
@@ -105,10 +109,12 @@ def _read_toml(text: str) -> Iterator[Key]:
 
 def _read_json(text: str) -> Iterator[Key]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{repeated[0]} is set twice")
-        return dict(pairs)
+        content = dict[str, Any]()
+        for name, value in pairs:
+            if name in content:
+                raise ValueError(f"{name} is set twice")
+            content[name] = value
+        return content
 
     content = json.loads(text, object_pairs_hook=unique)
     if not isinstance(content, dict):
@@ -157,9 +163,13 @@ def _interpolated(key: Key, values: dict[str, Any], depth: int = 0) -> Key:
     """Returns a key with the value of `${a.b}`, or of `${.b}` next to it."""
     if not isinstance(key.value, str) or "${" not in key.value:
         return key
+    name = ""
     match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", key.value)
-    above = key.name.split(".")[: -len(match[1])] if match and match[1] else []
-    name = ".".join([*above, match[2]]) if match else ""
+    if match is not None:
+        dots, name = match.groups()
+        if dots:  # one for the table of the key, and one for each table around it
+            tables = key.name.split(".")[: -len(dots)]
+            name = ".".join([*tables, name])
     if name not in values or depth > _MAX_DEPTH:
         return Key(key.name, None, key.place, f"{shown(key.value)} is not evaluated")
     found = _interpolated(Key(name, values[name], ""), values, depth + 1)
@@ -182,26 +192,41 @@ _ENDS = ("|", "||", "&", "&&", ";", ")")  # of a command
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Yields the statements of a shell script without comments and here-documents; a backslash, an
-    open quote or an open bracket continues a line."""
-    held = ""
+    """Yields the statements of a shell script without comments and here-documents.
+
+    A backslash, an open quote or an open bracket continues a line.
+    """
+    held = ""  # lines of a statement that is not complete
     is_quoted = False
-    end = ""
+    end = ""  # the word that ends the here-document
     for line in text.splitlines():
-        if end or (line.lstrip().startswith("#") and not is_quoted):
-            end = end * (line.strip() != end)
+        if end:
+            if line.strip() == end:
+                end = ""
+            continue
+        if line.lstrip().startswith("#") and not is_quoted:
             continue
         is_continued = line.endswith("\\")
-        held += line[:-1] + " " if is_continued else line + "\n"
+        if is_continued:
+            held += line[:-1] + " "
+        else:
+            held += line + "\n"
         bare = _TOKEN.sub("", held)
         is_quoted = '"' in bare or "'" in bare
-        if not (is_continued or is_quoted or bare.count("(") > bare.count(")")):
-            here = _HERE_DOCUMENT.search(held)
-            end = here[1] if here else ""
-            yield _TOKEN.sub(lambda token: token[0] * (token[0][0] != "#"), held).strip()
-            held = ""
+        is_open = bare.count("(") > bare.count(")")
+        if is_continued or is_quoted or is_open:
+            continue
+        here = _HERE_DOCUMENT.search(held)
+        if here is not None:
+            end = here[1]
+        yield _TOKEN.sub(_without_comment, held).strip()
+        held = ""
     if held.strip():
         raise ValueError(f"a quote or bracket is not closed after {shown(held.strip()[:40])}")
+
+
+def _without_comment(token: re.Match[str]) -> str:
+    return "" if token[0].startswith("#") else token[0]
 
 
 class _Shell:
@@ -222,13 +247,17 @@ class _Shell:
             words = re.split(r"[\s;&|]+", _TOKEN.sub("", statement))
             depth += sum(word in _OPENING for word in words)
             array = re.fullmatch(r"(?:export\s+)?(\w+)(\+?)=\((.*)\)", statement, re.DOTALL)
-            arrays = [array.groups()] if array is not None else []
-            if array is None and depth:  # if …; then A+=(--b c); fi
+            if array is not None:
+                arrays = [array.groups()]
+            elif depth:  # if …; then A+=(--b c); fi
                 arrays = re.findall(_ARRAY, statement, re.DOTALL)
                 statement = re.sub(_ARRAY, "", statement, flags=re.DOTALL)
+            else:
+                arrays = []
             for name, plus, value in arrays:
-                added = f"${name} {value}" if plus else value
-                self._assign(name, added, is_certain=depth == 0)
+                if plus:
+                    value = f"${name} {value}"
+                self._assign(name, value, is_certain=depth == 0)
             if array is None:
                 self._read(statement, depth)
             depth = max(0, depth - sum(word in _CLOSING for word in words))
@@ -249,9 +278,12 @@ class _Shell:
             if depth == 0:
                 return
         values = dict[str, str]()
-        for name, value in (pair.groups() for pair in pairs if pair):
-            # Of all branches.
-            values[name] = f"{values[name]} {value}" if depth and name in values else value
+        for pair in pairs:
+            if pair is not None:
+                name, value = pair.groups()
+                if depth and name in values:  # one of each branch
+                    value = f"{values[name]} {value}"
+                values[name] = value
         for name, value in values.items():
             self._assign(name, value, is_certain=depth == 0)
 
@@ -303,14 +335,17 @@ def _words(text: str) -> list[str]:
 
 
 def _call(text: str) -> tuple[list[str], list[str]] | None:
-    """Returns the words before and after the Python program that a command starts, if it has
-    options."""
+    """Returns the words before and after the Python program that a command starts, if it has options."""
     words = list[str]()
-    for word in _words(text):  # of bash -c 'python x.py …' too
-        words += _words(_OUTSIDE_QUOTES.sub(_spaced, word)) if " --" in word else [word]
+    for word in _words(text):
+        if " --" in word:  # bash -c 'python x.py --a b'
+            words += _words(_OUTSIDE_QUOTES.sub(_spaced, word))
+        else:
+            words.append(word)
     for i, word in enumerate(words):
         is_module = i > 0 and words[i - 1] == "-m" and not word.startswith("torch.")
-        if (word.endswith(".py") or is_module) and any(w[:2] == "--" for w in words[i:]):
+        has_options = any(each.startswith("--") for each in words[i:])
+        if has_options and (is_module or word.endswith(".py")):
             return words[:i], words[i + 1 :]
     return None
 
@@ -330,10 +365,17 @@ def _options(words: list[str], prefix: str) -> Iterator[Key]:
             if not prefix or len(groups[-1]) == 1:
                 groups[-1].append(word)
     for name, *values in groups:
-        value = values if len(values) > 1 else values[0] if values else True
         hidden = [word for word in values if "$" in word]
-        reason = f"{shown(hidden[0])} is known only to the shell" if hidden else ""
-        yield Key(prefix + name, None if hidden else value, "", reason)
+        if hidden:
+            reason = f"{shown(hidden[0])} is known only to the shell"
+            yield Key(prefix + name, None, "", reason)
+            continue
+        value: Any = values
+        if not values:
+            value = True
+        elif len(values) == 1:
+            value = values[0]
+        yield Key(prefix + name, value, "")
 
 
 _READERS: dict[str, tuple[str, Callable[[str], Iterator[Key]]]] = {

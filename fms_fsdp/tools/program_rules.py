@@ -66,7 +66,8 @@ def _neox(found: Translation) -> None:
     _set_neox_biases(found, is_llama=is_llama)
 
     patterns = set(re.findall("[a-z_]+", found.given("attention_config")))
-    found.mark("default" if patterns <= {"global", "flash"} else "changes", "attention_config")
+    is_full_attention = patterns <= {"global", "flash"}
+    found.mark("default" if is_full_attention else "changes", "attention_config")
     if found.given("lr_decay_style") == "cosine":
         decay = found.get("lr_decay")
         if decay and found.get("num_steps") and number(decay) < number(found.get("num_steps")):
@@ -144,7 +145,9 @@ def _keep_earlier_end(found: Translation) -> None:
     """Of tokens and samples Megatron-DeepSpeed takes what ends first."""
     samples = number(found.get("num_samples"))
     length = number(found.get("seq_length", 1))
-    later = "num_samples" if number(found.get("num_tokens")) <= samples * length else "num_tokens"
+    later = "num_tokens"
+    if number(found.get("num_tokens")) <= samples * length:
+        later = "num_samples"
     keys = found.flags.pop(later)[1]
     found.status |= dict.fromkeys(keys, "no effect")
 
@@ -249,8 +252,9 @@ def _combine_model(found: Translation) -> None:
     get = found.get
     put = found.set
     if get("_half"):
-        named = found.flags["precision"][1]  # keys that name it
-        put("precision", get("precision" if named else "_half"), "precision", "_half")
+        _, keys_of_precision = found.flags["precision"]
+        precision = get("precision") if keys_of_precision else get("_half")
+        put("precision", precision, "precision", "_half")
     if get("_gelu") and get("activation") == "gelu_tanh":
         put("activation", get("_gelu"), "_gelu")
     if get("_norm_eps") and not get("norm_eps"):
@@ -334,7 +338,9 @@ def _combine_data(found: Translation) -> None:
         return
     paths, weights = _read_sources(found, kind)
     names = [re.sub("(_text)?(_document)?$", "", Path(path).name) or "data" for path in paths]
-    names = [n if names.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(names)]
+    for i, name in enumerate(list(names)):
+        if names.count(name) > 1:
+            names[i] = f"{name}_{i}"
     sources = (kind, "_data_weights", "_split")
     found.set("data_path", "data", *sources)
     found.set("datasets", names, *sources)
@@ -367,18 +373,23 @@ def _read_sources(found: Translation, kind: str) -> tuple[list[str], list[Any]]:
         UserError: a weight is not a number.
     """
     given = found.get(kind)
-    items = [str(each) for each in (given if isinstance(given, list) else str(given).split(","))]
+    if not isinstance(given, list):
+        given = str(given).split(",")
+    items = [str(each) for each in given]
     if len(items) > 1 and parse_number(items[0]) is not None:  # 0.3 a 0.7 b
         weights = items[::2]
         paths = items[1::2]
         source = kind
     else:
-        own = found.get("_data_weights") or []
-        weights = own if isinstance(own, list) else [own]
+        weights = found.get("_data_weights") or []
+        if not isinstance(weights, list):
+            weights = [weights]
         paths = items
         source = "_data_weights"
     try:
         return paths, [number(weight) for weight in weights]
     except UserError as error:
-        keys = found.flags[source][1]
-        raise (unusable(keys[0], error) if keys else error) from None
+        _, keys = found.flags[source]
+        if not keys:
+            raise
+        raise unusable(keys[0], error) from None

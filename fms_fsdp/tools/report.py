@@ -80,14 +80,18 @@ def load_run(folder: Path) -> Record:
     sections = located_sections(config)
     settings = {name: value for section in sections.values() for name, value in section.items()}
     defaults = {name: row.default for name, row in flag_table(TrainConfig).items()}
-    samples = folder / "samples.txt"
+    samples = ""
+    if (folder / "samples.txt").is_file():
+        samples = (folder / "samples.txt").read_text(encoding="utf-8")[-MAX_SAMPLE:]
     restarts = []
     hours = [0.0]
     for before, report in zip(reports, reports[1:], strict=False):
         is_restart = report.get("attempt") != before.get("attempt")
         if is_restart:
             restarts.append(report["step"] - 1)
-        seconds = 0.0 if is_restart else report["time"] - before["time"]
+        seconds = 0.0  # between two launches
+        if not is_restart:
+            seconds = report["time"] - before["time"]
         hours.append(hours[-1] + seconds / 3600)
     for report in reports:
         if report.get("skipped_steps"):
@@ -105,7 +109,7 @@ def load_run(folder: Path) -> Record:
         "changed": [k for k, v in settings.items() if _text(v) != _text(defaults.get(k))],
         "details": {name: _text(value) for name, value in resolved.items()},
         "checkpoints": list(_checkpoints(folder / "checkpoints")),
-        "samples": samples.read_text(encoding="utf-8")[-MAX_SAMPLE:] if samples.is_file() else "",
+        "samples": samples,
     }
 
 
@@ -196,14 +200,18 @@ def thin(steps: list[int], values: list[Any]) -> tuple[list[int], list[Any]]:
     for start in range(0, len(steps), size):
         stretch = range(start, min(start + size, len(steps)))
         finite = [i for i in stretch if values[i] is not None]
-        kept |= (
-            {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-            if finite
-            else {start}
-        )
-    places = sorted(kept)
-    rounded = [v if v is None or isinstance(v, int) else float(f"{v:.6g}") for v in values]
-    return [steps[i] for i in places], [rounded[i] for i in places]
+        if finite:
+            kept.add(min(finite, key=values.__getitem__))
+            kept.add(max(finite, key=values.__getitem__))
+        else:
+            kept.add(start)
+    indices = sorted(kept)
+    return [steps[i] for i in indices], [_rounded(values[i]) for i in indices]
+
+
+def _rounded(value: Any) -> Any:
+    """Returns a float with the digits that a curve shows."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _event(event: Record) -> list[str]:
@@ -223,4 +231,6 @@ def _text(value: Any) -> str:
         return ", ".join(f"{key} {_text(part)}" for key, part in value.items())
     if isinstance(value, list | tuple):
         return ",".join(map(_text, value))
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return str(value)

@@ -92,23 +92,25 @@ class Program:
     def __init__(self, name: str) -> None:
         tables = other_programs()["programs"]
         own = tables[name]
-        chain = [*(tables[base] for base in own.get("bases", ())), own]
         self.name = name
         self.title = own["title"]
         self.formats = own["formats"]
         self.flags = dict[str, list[str]]()
         self.values = dict[str, dict[str, Any]]()
-        self.absent, self.notes = dict[str, Any](), own.get("notes", [])
+        self.absent = dict[str, Any]()
+        self.notes = own.get("notes", [])
         self.includes = own.get("includes", "").split()
         self.rules = own.get("rules", "").split()
         self.versions = own["versions"]
         self.lists: dict[str, list[str]] = {"changes": [], "no effect": []}
-        for table in chain:
+        for table in [*(tables[base] for base in own.get("bases", ())), own]:
             for key in table.get("same", "").split():
                 self.flags.setdefault(key, []).append(key.rpartition(".")[2])
-            for target, keys in table.get("flags", {}).items():
-                for key in [keys] if isinstance(keys, str) else keys:
-                    key, _, conversion = key.partition(" ")
+            for target, sources in table.get("flags", {}).items():
+                if isinstance(sources, str):
+                    sources = [sources]
+                for source in sources:
+                    key, _, conversion = source.partition(" ")
                     self.flags.setdefault(key, []).append(f"{target} {conversion}")
             self.values |= table.get("values", {})
             self.absent |= table.get("absent", {})
@@ -120,8 +122,10 @@ class Program:
         for status, patterns in self.lists.items():
             if name in patterns:
                 return status
-        matches = (s for s, names in self.lists.items() if any(fnmatchcase(name, n) for n in names))
-        return next(matches, "")
+        for status, patterns in self.lists.items():  # a name itself comes before any pattern
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                return status
+        return ""
 
     def knows(self, name: str) -> bool:
         has_meaning = name in self.flags or name in self.values or name in self.rules
@@ -142,19 +146,23 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
         found.status[key] = _assign(found, program, key)
     has_shape = bool({"hf_config", "init_from_hf", "model_variant"} & found.flags.keys())
     for name, value in program.absent.items():
-        is_shape = name == "_vocab_multiple" or (name in TABLE and TABLE[name].section == "model")
-        # No shape of others contains whether it is scaled.
-        if is_shape and has_shape and name != "residual_scaled_init":
+        is_shape = name == "_vocab_multiple"
+        if name in TABLE:
+            # No shape of others contains whether it is scaled.
+            is_shape = TABLE[name].section == "model" and name != "residual_scaled_init"
+        if is_shape and has_shape:
             continue
         if name not in found.flags:
             found.flags[name] = value, ()
     combine(found, program.name)
     _drop_unused(found)
     for key in keys:
+        if found.status[key] != "written":
+            continue
         given = [name for name, (_, sources) in found.flags.items() if key in sources]
-        if found.status[key] == "written" and not given:
+        if not given:
             found.status[key] = "no effect"
-        elif found.status[key] == "written" and all(map(found.is_default, given)):
+        elif all(map(found.is_default, given)):
             found.status[key] = "default"
     return found
 
@@ -166,7 +174,9 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
     flags = dict[str, Any]()
     if key.undecided or (name in program.includes and isinstance(key.value, str)):
         has_flag = name in program.flags or name in program.values or name in program.rules
-        return "no effect" if listed == "no effect" and not has_flag else "undecided"
+        if listed == "no effect" and not has_flag:
+            return "no effect"
+        return "undecided"
     if name in program.rules:
         return "default"  # unless program_rules.py finds an effect
     values = program.values.get(name)
@@ -178,10 +188,14 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
         flags |= values[pattern]
     if name.startswith("config.") and "hf_config" in found.flags:
         flags["hf_config"] = found.get("hf_config")
+    rules = program.flags.get(name, [])
+    if key.value in (None, "", "auto"):  # the program's own default
+        rules = []
     try:
-        for rule in program.flags.get(name, ()) if key.value not in (None, "", "auto") else ():
+        for rule in rules:
             target, _, conversion = rule.partition(" ")
-            if (value := CONVERSIONS[conversion](key.value)) is not None:
+            value = CONVERSIONS[conversion](key.value)
+            if value is not None:
                 flags[target] = value
                 check(target, value)
     except (UserError, TypeError) as error:
@@ -196,7 +210,9 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
     for target, value in flags.items():
         old, sources = found.flags.get(target, (value, ()))
         row = TABLE.get(target)
-        is_same = as_text(old) == as_text(value) or (row and coerce(row, old) == coerce(row, value))
+        is_same = as_text(old) == as_text(value)
+        if not is_same and row is not None:
+            is_same = coerce(row, old) == coerce(row, value)
         if not is_same and target != "hf_config":
             return "undecided"
         found.flags[target] = old, (*sources, key)
@@ -238,7 +254,9 @@ def toml_lines(found: Translation) -> Iterator[str]:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
 
 
 def _parse(found: Translation) -> TrainConfig:
@@ -263,13 +281,15 @@ def check_run(
     length = config.data.seq_length
     training = config.training
     model = resolve_model(config.model, seq_length=length)
-    is_known = config.model.vocab_size or config.model.hf_config or not config.model.num_layers
-    known = "" if is_known else f", with {model.vocab_size:,} tokens; the data decides"
-    yield f"parameters: {num_params(model):,}{known}"
+    parameters = f"parameters: {num_params(model):,}"
+    if config.model.vocab_size or config.model.hf_config or not config.model.num_layers:
+        yield parameters
+    else:
+        yield f"{parameters}, with {model.vocab_size:,} tokens; the data decides"
 
     section = config.parallel
-    least = max(1, section.tp_size) * max(1, section.cp_size) * max(1, section.pp_size)
-    machine = Machine.of_gpus(2**62, num_devices or least)
+    fewest = max(1, section.tp_size) * max(1, section.cp_size) * max(1, section.pp_size)
+    machine = Machine.of_gpus(2**62, num_devices or fewest)
     rows = global_batch(training, resolve(config, machine).dims.size("dp"))
     if not {"batch_size", "num_devices"} & set(missing):
         yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
@@ -303,14 +323,17 @@ def recognize(kinds: set[str], keys: list[Key]) -> str:
         UserError: none, or more than one.
     """
     names = [key.name for key in keys if not key.name.startswith(("launcher.", "config."))]
-    scores = {
-        name: sum(map(program.knows, names))
-        for name, program in ((name, Program(name)) for name in PROGRAMS)
-        if kinds <= {*program.formats, "config.json"}
-    }
-    best = [name for name, score in scores.items() if score == max(scores.values()) > 0]
+    scores = dict[str, int]()  # the number of keys that each program knows
+    for name in PROGRAMS:
+        program = Program(name)
+        if kinds <= {*program.formats, "config.json"}:
+            scores[name] = sum(map(program.knows, names))
+    highest = max(scores.values(), default=0)
+    best = [name for name, score in scores.items() if score == highest > 0]
     if len(best) != 1:
-        found = f"are keys of {' and '.join(best)}" if best else "are of no known program"
+        found = "are of no known program"
+        if best:
+            found = f"are keys of {' and '.join(best)}"
         raise UserError(
             f"the {counted(len(names), 'key')} {found}; set --from to one of {', '.join(PROGRAMS)}; "
             f"{_WITHOUT_THEM}"
@@ -327,7 +350,9 @@ def report(found: Translation) -> Iterator[str]:
         elif keys:
             yield f"{title}:"
             for key in keys:
-                text = f"{shown(key.name)}: {key.undecided}" if key.undecided else shown_key(key)
+                text = shown_key(key)
+                if key.undecided:
+                    text = f"{shown(key.name)}: {key.undecided}"
                 yield f"  {shown(key.place)}: {text}"
     yield from (f"differs without a key: {note}" for note in found.notes)
     if found.missing:
@@ -343,12 +368,15 @@ def main(config: TranslateConfig) -> None:
     """
     files = {path: read_keys(path) for path in dict.fromkeys(config.files)}
     keys = list[Key]()
+    place_of = dict[str, str]()
     for _, own in files.values():
         for key in own:
-            if other := next((each for each in keys if each.name == key.name), None):
+            if key.name in place_of:
+                other = place_of[key.name]
                 raise UserError(
-                    f"{key.place}: {shown(key.name)} is also set at {other.place}; remove one of them"
+                    f"{key.place}: {shown(key.name)} is also set at {other}; remove one of them"
                 )
+            place_of[key.name] = key.place
             keys.append(key)
     if not keys:
         raise UserError(f"{shown(config.files[0])} has no keys; name a configuration")
@@ -376,6 +404,7 @@ def main(config: TranslateConfig) -> None:
         )
     else:
         print("\n".join(lines) + "\n")
-    print("\n".join(text if config.output else [f"# {line}" for line in text]))
+        text = [f"# {line}" for line in text]  # so that all of the output is TOML
+    print("\n".join(text))
     if not (is_valid and (found.is_complete or config.allow_missing)):
         sys.exit(1)

@@ -95,7 +95,10 @@ class Translation:
             raise unusable(self.keys[key], error) from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self.flags[name][0] if name in self.flags else default
+        if name not in self.flags:
+            return default
+        value, _ = self.flags[name]
+        return value
 
     def set(self, name: str, value: Any, *sources: str) -> None:
         """Sets a flag. Its sources are flags, whose keys it takes, and keys, which are then written.
@@ -113,7 +116,9 @@ class Translation:
         try:
             check(name, value)
         except UserError as error:
-            raise unusable(keys[0], error) if keys else error from None
+            if not keys:
+                raise
+            raise unusable(keys[0], error) from None
         self.flags[name] = value, tuple(dict.fromkeys(keys))
 
     def mark(self, status: str, *names: str) -> None:
@@ -134,7 +139,9 @@ class Translation:
         return self.get("model_variant", BASE) != BASE
 
     def find_missing(self) -> None:
-        groups = _DECIDING if self.has_known_shape else (*_DECIDING, *_DECIDING_SHAPE)
+        groups = list(_DECIDING)
+        if not self.has_known_shape:
+            groups += _DECIDING_SHAPE
         for names in groups:
             if all(self.get(name) in (None, "") for name in names):
                 self.missing.append(names[0])
@@ -160,7 +167,9 @@ def check(name: str, value: Any) -> None:
 
 def as_text(value: Any) -> str:
     """Returns a value as the tables write it."""
-    return "null" if value is None else re.sub(r"[\[\]' ]", "", str(value)).lower()
+    if value is None:
+        return "null"
+    return re.sub(r"[\[\]' ]", "", str(value)).lower()
 
 
 def shown_key(key: Key) -> str:
