@@ -234,38 +234,47 @@ def train_step(
     accum = len(batch.tokens_BS) // settings.micro_batch_of(batch)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
     own_labels = int((batch.labels_BS != IGNORED_LABEL).sum()) * mesh.counts_for("dp")
-    own = torch.tensor(
-        [own_labels, *state.current.requests, int(state.current.read_error is not None)]
-    )
+    cannot_read = int(state.current.read_error is not None)
+    own = torch.tensor([own_labels, *state.current.requests, cannot_read])
     sums = mesh.sum(own.to(settings.device, non_blocking=True), "world")
-    factor = mesh.size("loss") / sums[0].clamp(min=1) * scale
-    known = {} if state.loss_scale is None else {"loss_scale": factor}  # fp16 cannot do without it
+    num_labels = sums[0]
+    # FSDP averages over the ranks; the loss of the step is a mean over its labels.
+    factor = mesh.size("loss") / num_labels.clamp(min=1) * scale
+    known = {}
+    if state.loss_scale is not None:
+        known["loss_scale"] = factor  # fp16 gradients of the logits need it, too
+
     loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
-    extra: list[list[torch.Tensor]] = []
+    extra: list[list[torch.Tensor]] = []  # sums of other losses, by micro-batch
     step = state.step + 1
     with state.rounding(step):
         for index, micro in enumerate(micro_batches(settings, batch, step)):
             is_last = index == accum - 1
-            micro_loss, *more = _forward_backward(model, micro, factor, known, is_last, mesh, timer)
+            micro_loss, *others = _forward_backward(
+                model, micro, factor, known, is_last, mesh, timer
+            )
             loss_sum += micro_loss
-            extra.append(more)
+            extra.append(others)
+
     with record_function("optimizer"):
         grad_norm, clip = clip_factor(parameters, settings.grad_clip, mesh, scale)
         timer.mark("clip")
         tokens = state.tokens_seen + _size(batch, mesh)[1]
         rate = partial(settings.schedule, step, tokens)
         # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
-        has_labels_norm = grad_norm.where(sums[0] > 0, torch.nan)
-        state.optimizers.step(rate, has_labels_norm, clip)
+        norm_or_nan = grad_norm.where(num_labels > 0, torch.nan)
+        state.optimizers.step(rate, norm_or_nan, clip)
         await_optimizer(model)
         state.optimizers.zero_grad()
         if state.loss_scale is not None:
             state.loss_scale.update(grad_norm)
     timer.mark("optimizer")
-    made_with = None if state.loss_scale is None else state.loss_scale.last_scale
-    extra_sums = tuple(torch.stack(each).sum() for each in zip(*extra, strict=True))
-    return StepResult(loss_sum, sums[0], grad_norm, sums[1:], made_with, extra_sums)
+
+    last_scale = None if state.loss_scale is None else state.loss_scale.last_scale
+    extra_sums = tuple(torch.stack(values).sum() for values in zip(*extra, strict=True))
+    return StepResult(loss_sum, num_labels, grad_norm, sums[1:], last_scale, extra_sums)
 
 
 def _forward_backward(
@@ -308,7 +317,9 @@ def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
     Ranks of tp, which hold copies of the same hidden states, share the seed; under sequence
     parallelism they hold different tokens, and differ.
     """
-    axes = ["dp", "cp", "pp", *(["tp"] if mesh.dims.sequence_parallel else [])]
+    axes = ["dp", "cp", "pp"]
+    if mesh.dims.sequence_parallel:
+        axes.append("tp")
     ranks = ":".join(str(mesh.axis_rank(axis)) for axis in axes)
     torch.manual_seed(zlib.crc32(f"{seed}:{step}:{ranks}".encode()))
 
@@ -317,13 +328,16 @@ def micro_batches(
     settings: StepSettings, batch: Batch, step: int
 ) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """Yields the model's arguments for each micro-batch: consecutive slices of the batch, on the device."""
-    mask = (batch.positions_BS, batch.document_ids_BS) if settings.document_mask else (None, None)
     if settings.dropout_seed is not None:
         seed_dropout(settings.dropout_seed, step, settings.mesh)
-    columns: list[Iterable[torch.Tensor | None]] = []
-    for column in (batch.tokens_BS, batch.labels_BS, *mask):
-        moved = None if column is None else column.to(settings.device, non_blocking=True)
-        columns.append(
-            repeat(None) if moved is None else torch.split(moved, settings.micro_batch_of(batch))
-        )
-    return zip(*columns, strict=False)
+    columns = [batch.tokens_BS, batch.labels_BS, None, None]
+    if settings.document_mask:
+        columns[2:] = [batch.positions_BS, batch.document_ids_BS]
+    split: list[Iterable[torch.Tensor | None]] = []
+    for column in columns:
+        if column is None:
+            split.append(repeat(None))
+        else:
+            moved = column.to(settings.device, non_blocking=True)
+            split.append(torch.split(moved, settings.micro_batch_of(batch)))
+    return zip(*split, strict=False)

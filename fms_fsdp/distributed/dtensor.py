@@ -42,10 +42,14 @@ def local_shards(tensors: Iterable[torch.Tensor | None]) -> Tensors:
 
 
 def differentiable_shard(tensor: torch.Tensor, *, is_partial: bool) -> torch.Tensor:
-    """Returns this rank's shard for computations with gradients. `is_partial`: the ranks have
-    copies, and the gradient is the sum over the ranks; otherwise it is identical on every rank."""
+    """Returns this rank's shard for computations with gradients.
+
+    `is_partial`: the ranks have copies, and the gradient is the sum over the ranks; otherwise it is
+    identical on every rank.
+    """
     dtensor: Any = tensor
-    shard: torch.Tensor = dtensor.to_local(grad_placements=[Partial()] if is_partial else None)
+    placements = [Partial()] if is_partial else None
+    shard: torch.Tensor = dtensor.to_local(grad_placements=placements)
     return shard
 
 
@@ -104,8 +108,10 @@ def num_copies(tensor: torch.Tensor, mesh: Mesh) -> int:
 
 
 def sharded_like(shard: torch.Tensor, like: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Returns the DTensor with this local shard, sharded as another tensor of the same shape. With
-    `dim` only that dim is so; every other one has size 1."""
+    """Returns the DTensor with this local shard, sharded as another tensor of the same shape.
+
+    With `dim` only that dim has its size; every other one has size 1.
+    """
     if not isinstance(like, DTensor):
         return shard
     placements = like.placements
@@ -135,20 +141,21 @@ def reduce_over_shards(
     dim: int | None = None,
     op: Any = dist.ReduceOp.SUM,
 ) -> None:
-    """Reduces each value, computed from one shard of the tensor at the same index, over all shards
-    of that tensor, in place; with `dim` over the shards along that dim (collective).
+    """Reduces values, each computed from one shard, over all shards of its tensor, in place.
 
-    One all-reduce per mesh axis.
+    `tensors` has the tensor of each value at the same index. With `dim` a value is reduced over the
+    shards along that dim. One all-reduce per mesh axis (collective).
     """
     by_group: dict[tuple[dist.ProcessGroup, str], Tensors] = {}
     for value, tensor in zip(values, tensors, strict=True):
         for mesh, axis in _sharding_axes(tensor, dim):
-            by_group.setdefault((mesh.get_group(axis), mesh.device_type), []).append(value)
-    for (group, device), some in by_group.items():
-        flat = torch.cat([value.flatten() for value in some]).to(device)
+            key = (mesh.get_group(axis), mesh.device_type)
+            by_group.setdefault(key, []).append(value)
+    for (group, device), members in by_group.items():
+        flat = torch.cat([value.flatten() for value in members]).to(device)
         dist.all_reduce(flat, op, group)
-        reduced = torch.split(flat, [value.numel() for value in some])
-        for value, result in zip(some, reduced, strict=True):
+        reduced = torch.split(flat, [value.numel() for value in members])
+        for value, result in zip(members, reduced, strict=True):
             value.copy_(result.view_as(value))
 
 
@@ -181,8 +188,10 @@ def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
 
 
 def shard_groups(tensors: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup | None, list[int]]:
-    """Returns the indices of the tensors by the group of ranks that hold the shards of one copy;
-    None for full tensors (collective)."""
+    """Returns the indices of the tensors by the group of ranks that hold the shards of one copy.
+
+    The group is None for full tensors. Collective.
+    """
     by_axes: dict[tuple[tuple[DeviceMesh, int], ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_axes.setdefault(tuple(_sharding_axes(tensor)), []).append(index)
@@ -194,7 +203,9 @@ def shard_groups(tensors: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup | No
 
 def to_group_device(shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Moves a shard to the device of the process group: under CPU offload it is elsewhere."""
-    return shard.to(like.device_mesh.device_type) if isinstance(like, DTensor) else shard
+    if not isinstance(like, DTensor):
+        return shard
+    return shard.to(like.device_mesh.device_type)
 
 
 def _dim(placement: Placement) -> int | None:
@@ -213,12 +224,13 @@ def _sharding_axes(tensor: torch.Tensor, dim: int | None = None) -> list[tuple[D
 
 @cache
 def _axes(sizes: tuple[int, ...], placements: Placements, dim: int | None) -> tuple[int, ...]:
-    dims = map(_dim, placements)
-    return tuple(
-        axis
-        for axis, (size, sharded) in enumerate(zip(sizes, dims, strict=True))
-        if size > 1 and sharded is not None and dim in (None, sharded)
-    )
+    """Returns the axes with several ranks that shard the tensor; with `dim` those that shard that dim."""
+    axes = []
+    for axis, (size, placement) in enumerate(zip(sizes, placements, strict=True)):
+        sharded = _dim(placement)
+        if size > 1 and sharded is not None and dim in (None, sharded):
+            axes.append(axis)
+    return tuple(axes)
 
 
 @cache
@@ -255,9 +267,8 @@ def _sharding_order(sizes: tuple[int, ...], placements: Placements, dim: int) ->
     """
     order: list[int] = []
     for axis in reversed(_axes(sizes, placements, dim)):
-        counts = list(
-            itertools.accumulate((sizes[each] for each in order), operator.mul, initial=1)
-        )
+        ordered_sizes = [sizes[each] for each in order]
+        counts = list(itertools.accumulate(ordered_sizes, operator.mul, initial=1))
         split_factor = getattr(placements[axis], "split_factor", 1)
         assert split_factor in counts, f"shards must be contiguous: {placements}, {sizes}"
         order.insert(counts.index(split_factor), axis)

@@ -24,14 +24,21 @@ _PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # fit one node, where h
 
 
 def plan_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDims:
-    """Returns the size of each axis. Default strategy: none on one device, hsdp for 7b and 13b,
-    otherwise fsdp.
+    """Returns the size of each axis.
+
+    Default strategy: none on one device, hsdp for 7b and 13b, otherwise fsdp.
 
     Raises:
         UserError: the axes do not divide the world, or `none` has several processes.
     """
-    default = "none" if world.size == 1 else "hsdp" if variant.lower() in _PREFER_HSDP else "fsdp"
-    strategy = (section.sharding_strategy or default).lower()
+    if section.sharding_strategy:
+        strategy = section.sharding_strategy.lower()
+    elif world.size == 1:
+        strategy = "none"
+    elif variant.lower() in _PREFER_HSDP:
+        strategy = "hsdp"
+    else:
+        strategy = "fsdp"
     if strategy not in _STRATEGIES:
         raise UserError(
             f"--sharding_strategy={section.sharding_strategy} must be one of: "
@@ -48,18 +55,16 @@ def plan_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDi
         raise _axes_error(sizes, world.size)
     if strategy == "none":
         return ParallelDims(strategy)
-    shard_size = 1 if strategy == "ddp" else dp_size
+    shard_size = dp_size
+    if strategy == "ddp":
+        shard_size = 1
     if strategy == "hsdp":
-        node = max(1, world.local_size // (sizes["cp"] * sizes["tp"]))
-        shard_size = section.hsdp_shard_size or min(node, dp_size)
-        if dp_size % shard_size:
-            source = "" if section.hsdp_shard_size else " (the devices of a node)"
-            ranks = "world size" if dp_size == world.size else "data-parallel size"
-            raise UserError(
-                f"--hsdp_shard_size={shard_size}{source} must divide the {ranks} ({dp_size} = "
-                f"replicas x hsdp_shard_size); use {_divisors_of(dp_size)}"
-            )
-    virtual = {"zbv": 2, "interleaved": section.pp_virtual_stages or 2}.get(section.pp_schedule, 1)
+        shard_size = _hsdp_shard_size(section, sizes, dp_size, world)
+    virtual_stages = 1
+    if sizes["pp"] > 1 and section.pp_schedule == "zbv":
+        virtual_stages = 2
+    elif sizes["pp"] > 1 and section.pp_schedule == "interleaved":
+        virtual_stages = section.pp_virtual_stages or 2
     is_ddp = strategy == "ddp" and sizes["pp"] == 1  # a shard group of one rank gathers nothing
     return ParallelDims(
         strategy,
@@ -69,8 +74,24 @@ def plan_dims(section: ParallelConfig, variant: str, world: World) -> ParallelDi
         reshard_after_forward=is_ddp or section.resolved("reshard_after_forward"),
         sync_each_micro_step=is_ddp or section.resolved("sync_each_micro_step"),
         sequence_parallel=section.sequence_parallel is not False and sizes["tp"] > 1,
-        virtual_stages=virtual if sizes["pp"] > 1 else 1,
+        virtual_stages=virtual_stages,
     )
+
+
+def _hsdp_shard_size(
+    section: ParallelConfig, sizes: dict[str, int], dp_size: int, world: World
+) -> int:
+    """Returns the ranks of a shard group: of the flag, or those of a node that read other sequences."""
+    ranks_per_node = max(1, world.local_size // (sizes["cp"] * sizes["tp"]))
+    shard_size = section.hsdp_shard_size or min(ranks_per_node, dp_size)
+    if dp_size % shard_size:
+        source = "" if section.hsdp_shard_size else " (the devices of a node)"
+        ranks = "world size" if dp_size == world.size else "data-parallel size"
+        raise UserError(
+            f"--hsdp_shard_size={shard_size}{source} must divide the {ranks} ({dp_size} = "
+            f"replicas x hsdp_shard_size); use {_divisors_of(dp_size)}"
+        )
+    return shard_size
 
 
 def _axes_error(sizes: dict[str, int], world_size: int) -> UserError:
@@ -83,13 +104,17 @@ def _axes_error(sizes: dict[str, int], world_size: int) -> UserError:
         if world_size % others == 0:
             fixes.append(f"--{axis}_size={_divisors_of(world_size // others)}")
     axes = " x ".join(f"--{axis}_size={size}" for axis, size in given.items())
-    fix = f"use {', or '.join(fixes)}" if fixes else "use smaller axes"
+    fix = "use smaller axes"
+    if fixes:
+        fix = f"use {', or '.join(fixes)}"
     return UserError(f"{axes} must divide the world size ({world_size}); {fix}")
 
 
 def _divisors_of(number: int) -> str:
-    *first, last = map(str, divisors(number, number))
-    return f"{', '.join(first)} or {last}" if first else last
+    *others, largest = map(str, divisors(number, number))
+    if not others:
+        return largest
+    return f"{', '.join(others)} or {largest}"
 
 
 class Mesh:
@@ -118,18 +143,19 @@ class Mesh:
         self.device_mesh = mesh
         for axis in (*names, *JOINED):
             parts = tuple(part for part in JOINED.get(axis, (axis,)) if part in names)
-            if len(parts) > 1 and (axis == "shard" or dims.size(axis) < dims.size("world")):
-                if parts not in self._joined:
+            is_world = axis in JOINED and dims.size(axis) == dims.size("world")
+            # FSDP takes the mesh of "shard", even if it has all ranks.
+            if len(parts) > 1 and (axis == "shard" or not is_world):
+                if parts not in self._joined:  # axes with the same parts share a group
                     self._joined[parts] = mesh[parts]._flatten(axis)
                 self._groups[axis] = self._joined[parts].get_group()
             elif len(parts) == 1:
                 self._groups[axis] = mesh.get_group(parts[0])
-            if axis in JOINED and dims.size(axis) == dims.size("world"):
+            if is_world:
                 self._groups[axis] = None  # the default group
-        for group in {
-            *self._groups.values(),
-            *(flat.get_group() for flat in self._joined.values()),
-        }:
+        groups = set(self._groups.values())
+        groups |= {flat.get_group() for flat in self._joined.values()}
+        for group in groups:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     @property
@@ -137,17 +163,15 @@ class Mesh:
         """The mesh over which FSDP replicates and shards."""
         if self.device_mesh is None:
             return None
+        has_replicas = self.size("dp_replicate") > 1
         shard = self._joined.get(JOINED["shard"])
-        if shard is None:
-            axes = ("dp_replicate", "dp_shard") if self.size("dp_replicate") > 1 else ("dp_shard",)
-            return (
-                self.device_mesh
-                if self.size("dp") == self.size("world")
-                else self.device_mesh[axes]
-            )
-        if self.size("dp_replicate") == 1:
-            return shard
-        return DeviceMesh._concatenate([self.device_mesh["dp_replicate"], shard])
+        if shard is not None:  # cp shards too
+            if not has_replicas:
+                return shard
+            return DeviceMesh._concatenate([self.device_mesh["dp_replicate"], shard])
+        if self.size("dp") == self.size("world"):
+            return self.device_mesh
+        return self.device_mesh[("dp_replicate", "dp_shard") if has_replicas else ("dp_shard",)]
 
     def axis(self, name: str) -> DeviceMesh:
         """Returns the device mesh of one axis that has several ranks."""
@@ -168,8 +192,10 @@ class Mesh:
         return self.dims.axis_rank(self._rank, axis)
 
     def counts_for(self, axis: str) -> bool:
-        """Returns whether this process adds its value to a sum over the world, if values differ along
-        `axis` alone: of the ranks with the same value the first one does."""
+        """Returns whether this process adds its value to a sum over the world.
+
+        If values differ along `axis` alone, the first of the ranks with the same value does.
+        """
         others = set(AXES) - set(JOINED.get(axis, (axis,)))
         return all(self.axis_rank(other) == 0 for other in others)
 

@@ -62,28 +62,35 @@ class IntervalMetrics:
         """
         mesh = self._mesh
         replicated = replicated or {}
+
+        # Values that differ between ranks are summed over the world.
         losses = self._stack(result.loss_sum, self._loss, *result.extra_sums)
-        rows = masked_rows * mesh.counts_for("dp")
-        host = torch.tensor([energy_j, rows], dtype=torch.float64)
+        losses *= mesh.counts_for("losses")
+        own_masked = masked_rows * mesh.counts_for("dp")
+        host = torch.tensor([energy_j, own_masked], dtype=torch.float64)
         host = host.to(self._device, non_blocking=True)
-        sums = mesh.sum(torch.cat([losses * mesh.counts_for("losses"), host]), "world")
-        norms = result.grad_norm, self._norms, self._max_norm, self._skipped
+        sums = mesh.sum(torch.cat([losses, host]), "world")
+
+        # The others are identical on every rank.
+        norms = (result.grad_norm, self._norms, self._max_norm, self._skipped)
         shared = self._stack(result.num_labels, self._labels, *norms, *replicated.values())
+
         values = torch.cat([sums, shared]).tolist()  # the only wait for the device
-        loss, loss_sum, *extra, energy_j, rows = values[: len(sums)]
+        loss_sum, loss_total, *extra, energy_j, masked = values[: len(sums)]
         labels, all_labels, norm, norm_sum, max_norm, skipped, *others = values[len(sums) :]
         steps = self._steps - skipped
         self._reset()
-        loss = loss / labels if labels else math.nan
+
+        loss = _ratio(loss_sum, labels)
         metrics = {
             "loss": loss,
-            "loss_mean": loss_sum / all_labels if all_labels else math.nan,
+            "loss_mean": _ratio(loss_total, all_labels),
             "perplexity": math.exp(min(loss, 20.0)),
             "grad_norm": norm,
-            "grad_norm_mean": norm_sum / steps if steps else math.nan,
+            "grad_norm_mean": _ratio(norm_sum, steps),
             "grad_norm_max": max_norm if steps else math.nan,
             "skipped_steps": int(skipped),
-            "masked_rows": int(rows),
+            "masked_rows": int(masked),
             "energy_j": energy_j,
         }
         for (name, tensor), value in zip(replicated.items(), others, strict=True):
@@ -94,6 +101,10 @@ class IntervalMetrics:
 
     def _stack(self, *values: torch.Tensor) -> torch.Tensor:
         return torch.stack([value.to(self._device, torch.float64) for value in values])
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def count_zero_gradients(parameters: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
@@ -127,7 +138,9 @@ def describe_data(stream: Stream, mesh: Mesh, step: int) -> str:
         return "The data come from a custom stream."
     text = f"Data fingerprint {global_fingerprint(batch, mesh)}"
     documents = stream.documents(step)
-    return f"{text}; documents: {', '.join(documents)}, …" if documents else f"{text}; synthetic."
+    if not documents:
+        return f"{text}; synthetic."
+    return f"{text}; documents: {', '.join(documents)}, …"
 
 
 @dataclass
@@ -146,12 +159,13 @@ class SpikeDetector:
         """Returns whether `loss` is a spike, and adds it to the averages. Never before report 20."""
         if not math.isfinite(loss):
             return False
+        difference = loss - self._mean
         deviation = max(math.sqrt(self._variance), 0.005 * abs(self._mean))
-        if self.threshold and self._count >= 20 and loss - self._mean > self.threshold * deviation:
+        is_high = difference > self.threshold * deviation
+        if self.threshold and self._count >= 20 and is_high:
             return True
         self._count += 1
-        weight = max(1 / self._count, 0.02)
-        difference = loss - self._mean
+        weight = max(1 / self._count, 0.02)  # the plain mean of the first 50 reports
         self._mean += weight * difference
         self._variance = (1 - weight) * (self._variance + weight * difference * difference)
         return False

@@ -32,20 +32,27 @@ class StepProfiler:
     ) -> None:
         self._cfg = cfg
         self._rank = rank
-        self._folder = Path(cfg.profiler_dir) if cfg.profiler_dir else run_folder / "profile_traces"
+        self._folder = run_folder / "profile_traces"
+        if cfg.profiler_dir:
+            self._folder = Path(cfg.profiler_dir)
         self._profile: profile | None = None
-        self._by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-        if not cfg.use_profiler or (cfg.profiler_ranks and rank not in cfg.profiler_ranks):
+        activities = [ProfilerActivity.CPU]
+        self._sort_by = "self_cpu_time_total"
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            self._sort_by = "self_device_time_total"
+        if not cfg.use_profiler:
+            return
+        if cfg.profiler_ranks and rank not in cfg.profiler_ranks:
             return
         if cfg.memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=200_000)
-        cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         wait = cfg.profiler_wait
         warmup = cfg.profiler_warmup
         active = cfg.profiler_active
         self._steps_left = wait + warmup + active
         self._profile = profile(
-            activities=[ProfilerActivity.CPU, *cuda],
+            activities=activities,
             schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
             on_trace_ready=self._write,
             record_shapes=cfg.profiler_shapes,
@@ -81,7 +88,7 @@ class StepProfiler:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}.{time.time_ns()}.pt.trace.json"
         finished.export_chrome_trace(str(path))
-        table = finished.key_averages().table(self._by, row_limit=20, max_name_column_width=70)
+        table = finished.key_averages().table(self._sort_by, row_limit=20, max_name_column_width=70)
         events = finished.events()  # type: ignore[no-untyped-call]
         summary = path.with_name(path.name.replace("pt.trace.json", "summary.txt"))
         summary.write_text(f"{summarize(events)}\n\n{table}", encoding="utf-8")
@@ -121,12 +128,14 @@ def summarize(events: Iterable[FunctionEvent]) -> str:
     steps = spans.pop("step", [])
     if not steps:
         return "no complete step was profiled"
-    begin, end = min(steps)[0], max(stop for _, stop in steps)
+    begin = min(start for start, _ in steps)
+    end = max(stop for _, stop in steps)
     compute = union_length(spans["compute"], begin, end)
     busy = union_length(spans["compute"] + spans["communication"], begin, end)
     times = {"compute": compute, "exposed communication": busy - compute}
     times["idle" if on_gpu else "idle or waiting"] = end - begin - busy
-    times |= {f"range {name}": union_length(spans.get(name, []), begin, end) for name in _RANGES}
+    for name in _RANGES:
+        times[f"range {name}"] = union_length(spans.get(name, []), begin, end)
     lines = [f"{len(steps)} steps of {(end - begin) / 1000 / len(steps):.2f} ms"]
     for name, us in times.items():
         lines.append(f"{name:24}{us / 1000 / len(steps):10.2f} ms{us / (end - begin):8.1%}")

@@ -59,13 +59,15 @@ def finite_numbers(record: Record) -> dict[str, float]:
 
 def tensorboard_tag(name: str) -> str:
     """Returns `group/name`."""
-    matches = (
-        group
-        for group, patterns in _GROUPS.items()
-        if any(fnmatchcase(name, pattern) for pattern in patterns.split())
-    )
-    group = next(matches)
+    group = _group_of(name)
     return name if name.startswith(f"{group}/") else f"{group}/{name}"
+
+
+def _group_of(name: str) -> str:
+    for group, patterns in _GROUPS.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return group
+    raise AssertionError("the last pattern matches every name")
 
 
 class TensorBoardTracker:
