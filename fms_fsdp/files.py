@@ -39,11 +39,13 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
     Raises:
         OSError: the folder cannot be written, or the disk is full; the old file stays.
     """
+    if isinstance(content, str):
+        content = content.encode()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(temporary, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(content)
             if sync:
                 file.flush()
                 sync_to_disk(file.fileno(), temporary)
@@ -101,8 +103,10 @@ def replace_file(temporary: Path, path: Path) -> None:
 
 def free_bytes(folder: str | os.PathLike[str]) -> int | None:
     """Returns the free space for a new file; None if the file system reports no size, as some of FUSE."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    stats = os.statvfs(folder)
+    if not stats.f_blocks:
+        return None
+    return stats.f_bavail * stats.f_frsize
 
 
 def map_or_read(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
@@ -199,7 +203,9 @@ def has_control_character(text: str) -> bool:
 def shown_name(name: object) -> str:
     """Returns a name of any origin as one short line of ASCII."""
     text = ascii(name)
-    return text if len(text) <= 80 else f"{text[:76]}…{text[-1]}"
+    if len(text) > 80:
+        return f"{text[:76]}…{text[-1]}"  # the last one is the quote
+    return text
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

@@ -72,10 +72,12 @@ def load(
 
 def rules_of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> TextRules:
     """Returns the special tokens around the texts that a checkpoint was trained on."""
-    bos_id = None
-    if tokenizer is not None:
-        bos_id = shards_bos_id(checkpoint_data(checkpoint), tokenizer)
-    return TextRules(() if bos_id is None else (bos_id,))
+    if tokenizer is None:
+        return NO_RULES
+    bos_id = shards_bos_id(checkpoint_data(checkpoint), tokenizer)
+    if bos_id is None:
+        return NO_RULES
+    return TextRules(before=(bos_id,))
 
 
 def _allocate(config: TransformerConfig, device: str | torch.device) -> Llama:
@@ -166,10 +168,16 @@ def generate(
         yield new
         if position + 1 >= max(ends):
             return
-        read = [
-            prompt[position] if position < len(prompt) else token or 0
-            for prompt, token in zip(prompts, new, strict=True)
-        ]
+
+        # The model reads one more token of each text: of its prompt, or the new one.
+        read = list[int]()
+        for prompt, new_token in zip(prompts, new, strict=True):
+            if position < len(prompt):
+                read.append(prompt[position])
+            elif new_token is not None:
+                read.append(new_token)
+            else:
+                read.append(0)  # the text has ended; nobody looks at its logits
         tokens_BS = torch.tensor(read).unsqueeze(1)
         position += 1
 
@@ -188,7 +196,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], config: TransformerConfig) -
 
 def check_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Raises UserError if a text has a token that a model with this vocabulary lacks."""
-    if (largest := max(map(max, filter(None, texts)), default=0)) >= vocab_size:
+    largest = max((max(text) for text in texts if text), default=0)
+    if largest >= vocab_size:
         raise UserError(
             f"token {largest} is not in the model's vocabulary of {vocab_size}: the tokenizer "
             "does not belong to the model; use the tokenizer of its training data"
@@ -219,15 +228,18 @@ def encode_prompts(
     Raises:
         UserError: a prompt does not fit the model.
     """
-    rows = ([*rules.before, *ids, *rules.after] for ids in encode_texts(tokenizer, texts))
-    prompts = [row or [tokenizer.vocabulary.eos_id] for row in rows]
+    prompts = []
+    for ids in encode_texts(tokenizer, texts):
+        prompt = [*rules.before, *ids, *rules.after]
+        prompts.append(prompt or [tokenizer.vocabulary.eos_id])
     check_prompts(prompts, config)
     return prompts
 
 
 def read_lines(path: Path, flag: str) -> list[str]:
-    """Returns the lines of a text file; only a line feed, with or without a carriage return before
-    it, ends a line.
+    """Returns the lines of a text file.
+
+    Only a line feed, with or without a carriage return before it, ends a line.
 
     Raises:
         UserError: the file is not UTF-8, or a folder.
@@ -241,14 +253,20 @@ def read_lines(path: Path, flag: str) -> list[str]:
         raise UserError(
             f"{flag}={path} must be UTF-8: {error.reason} at byte {error.start}; convert the file"
         ) from None
-    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+    if not lines[-1]:  # after the last line feed
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
 
 
 def text_after(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Returns the text that new tokens add to a prompt. Both are decoded together for the sake of
-    spaces; tokens beyond the tokenizer's vocabulary have no text."""
+    """Returns the text that new tokens add to a prompt.
+
+    Both are decoded together for the sake of spaces. Tokens beyond the tokenizer's vocabulary have
+    no text.
+    """
     known = [token for token in new if token < tokenizer.vocabulary.size]
-    return tokenizer.decode([*prompt, *known])[len(tokenizer.decode(prompt)) :]
+    text = tokenizer.decode([*prompt, *known])
+    return text[len(tokenizer.decode(prompt)) :]
 
 
 def stream_text(
@@ -277,8 +295,10 @@ def stream_text(
         found = []
         for i, prompt in enumerate(prompts):
             text = text_after(tokenizer, prompt, new[i])
-            # U+FFFD is the beginning of a character whose other bytes may follow.
-            stop = len(text) if is_end else max(shown[i], len(text.rstrip("\ufffd")))
+            stop = len(text)
+            if not is_end:
+                # U+FFFD is the beginning of a character whose other bytes may follow.
+                stop = max(shown[i], len(text.rstrip("\ufffd")))
             found.append(text[shown[i] : stop])
             shown[i] = stop
         return found
@@ -288,6 +308,7 @@ def stream_text(
     )
     for tokens in steps:
         for i, token in enumerate(tokens):
-            new[i] += [] if token is None else [token]
+            if token is not None:
+                new[i].append(token)
         yield pieces()
     yield pieces(is_end=True)

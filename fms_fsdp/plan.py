@@ -97,8 +97,9 @@ class Kept:
 
 
 def keep(cfg: TrainConfig, resume: ResumePoint) -> Kept:
-    """Returns the settings that a resumed run keeps: the one place that decides between checkpoint
-    and flags.
+    """Returns the settings that a resumed run keeps.
+
+    This is the one place that decides between checkpoint and flags:
 
         the global batch           unless --global_batch_size is set
         the learning rate          unless a flag of the schedule changed; another length only moves
@@ -241,7 +242,9 @@ def _by_recomputation(run: RunConfig, machine: Machine) -> list[list[RunConfig]]
 
 def recomputations(section: ParallelConfig, *, compiled: bool) -> list[ParallelConfig]:
     """Returns the choices of --recompute=auto, the cheapest first; `cheap` is the compiler's."""
-    kinds = ["none", "cheap", "ops"] if compiled else ["none", "ops"]
+    kinds = ["none", "cheap", "ops"]
+    if not compiled:
+        kinds.remove("cheap")
     sections = [replace(section, recompute=kind, selective_checkpointing="1") for kind in kinds]
     for fraction in ("1/4", "1/2", "3/4", "1"):
         sections.append(replace(section, recompute="blocks", selective_checkpointing=fraction))
@@ -255,7 +258,8 @@ def plan_length(cfg: TrainConfig, batch: BatchPlan, vocab_size: int, found: Foun
         UserError: --num_epochs names no source.
     """
     start = found.resume.start
-    if (epochs := cfg.training.epochs()) is not None:
+    epochs = cfg.training.epochs()
+    if epochs is not None:
         # The stream knows the order of the sequences; it reads no file for this question.
         stream, _ = open_stream(cfg, batch, vocab_size, found.corpus, found.resume)
         with closing(cast(TokenStream, stream)) as tokens:
@@ -345,10 +349,16 @@ def choose_settings(
     }
     if not any(autos.values()):
         return groups[0][0]
-    run = None if earlier is None else _find_earlier_choice(groups, autos, earlier)
+    run = None
+    if earlier is not None:
+        run = _find_earlier_choice(groups, autos, earlier)
     verb = "keeps"
     if run is None or not budget.fits(run):
-        group = next((each for each in groups if budget.fits(each[-1])), groups[-1])
+        group = groups[-1]
+        for each in groups:
+            if budget.fits(each[-1]):
+                group = each
+                break
         run = largest_fit(group, budget) or group[-1]
         verb = "chose" if budget.fits(run) else "found nothing that fits, and takes"
     needed, available = budget.fullest(run)
@@ -372,18 +382,19 @@ def largest_fit(group: list[RunConfig], budget: MemoryBudget) -> RunConfig | Non
 def _find_earlier_choice(
     groups: list[list[RunConfig]], autos: dict[str, bool], earlier: RunConfig
 ) -> RunConfig | None:
-    """Returns the candidate with the settings that an earlier launch chose; None if it chose none, or
-    they are not possible any more."""
+    """Returns the candidate with the settings that an earlier launch chose.
+
+    None if it chose none, or they are not possible any more.
+    """
     for name, is_auto in autos.items():
         if is_auto and name not in earlier.chosen:
             return None
     for run in itertools.chain.from_iterable(groups):
-        same_recomputation = not autos["recompute"] or _recomputation(run) == _recomputation(
-            earlier
-        )
-        same_batch = not autos["batch_size"] or run.batch.batch_size == earlier.batch.batch_size
-        if same_recomputation and same_batch:
-            return run
+        if autos["recompute"] and _recomputation(run) != _recomputation(earlier):
+            continue
+        if autos["batch_size"] and run.batch.batch_size != earlier.batch.batch_size:
+            continue
+        return run
     return None
 
 
