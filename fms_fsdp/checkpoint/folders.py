@@ -300,6 +300,45 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
+class CompleteCheckpoints:
+    """Reads the metadata of complete checkpoints, and remembers it until a folder changes.
+
+    Whether a checkpoint is complete needs the size of each file, and a run asks after every save. A
+    folder has changed if a file was added, replaced or removed, or a small file has another time or
+    size.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[tuple[int, ...], TrainMetadata]] = {}
+
+    def read(self, folder: Path) -> TrainMetadata | None:
+        """Returns the metadata; None: the checkpoint is not complete.
+
+        Raises:
+            UserError, OSError: the folder vanished, or cannot be read.
+        """
+        state = _folder_state(folder)
+        known = self._read.pop(folder, None)
+        if known is None or known[0] != state:
+            if not is_complete(folder):
+                return None
+            known = state, read_metadata(folder)
+        self._read[folder] = known
+        return known[1]
+
+
+def _folder_state(folder: Path) -> tuple[int, ...]:
+    """Returns times and sizes that change whenever a file is added, replaced or removed."""
+    state = []
+    for path in (folder, folder / FILES, folder / STATE, folder / METADATA):
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:  # `problem` says so
+            continue
+        state += [found.st_ino, found.st_mtime_ns, found.st_size]
+    return tuple(state)
+
+
 def complete_steps(root: Path) -> list[int]:
     return [step for step in checkpoint_steps(root) if is_complete(root / f"step_{step}")]
 
