@@ -311,8 +311,8 @@ class _Writer(FileSystemWriter):
         if planner.is_reused:
             self._write(METADATA, planner.update_metadata(results))
         else:
-            assert planner.metadata is not None
-            super().finish(planner.metadata, results)
+            assert planner.all_metadata is not None
+            super().finish(planner.all_metadata, results)
             self.files[METADATA] = self.files.pop(f"{METADATA}.tmp")  # DCP renamed it
             planner.finished.metadata = (folder / METADATA).read_bytes()
         for written in results:

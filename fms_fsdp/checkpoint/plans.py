@@ -92,7 +92,7 @@ class CachingPlanner(DefaultSavePlanner):
         self._last = last
         self.is_reused = False
         self.finished = FinishedPlan()
-        self.metadata: Metadata | None = None  # on rank 0, unless `is_reused`
+        self.all_metadata: Metadata | None = None  # on rank 0, unless `is_reused`
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -112,7 +112,7 @@ class CachingPlanner(DefaultSavePlanner):
         if num_new == 0:
             self.is_reused = True
             return all_plans, nothing
-        plans, self.metadata = super().create_global_plan(all_plans)
+        plans, self.all_metadata = super().create_global_plan(all_plans)
         self.finished.num_bytes = sum(_num_bytes(plan) for plan in plans)
         return plans, nothing
 
