@@ -41,6 +41,7 @@ FILES = "files.json"
 NEXT_FILES = "files.next.json"  # the listing with the next train_state.json, while that is replaced
 STATE = "train_state.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+INDEX = "shards.index"  # a table of the same content
 _PAGE = 4096  # bytes that one 64-bit sum covers
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(r"step_[0-9]+\.(partial|damaged|superseded|deleted)(?:-\d+)?")

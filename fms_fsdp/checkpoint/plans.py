@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fms_fsdp.checkpoint.index import build_index
+
 _UNCHANGED = SavePlan([], usable=False)
 
 
@@ -55,6 +57,7 @@ class FinishedPlan:
     results     their positions in the file
     num_bytes   on rank 0, of the tensors of all ranks
     metadata    on rank 0, the content of `.metadata`
+    index       on rank 0, the content of `shards.index`
     """
 
     layout: list[_Piece] = field(default_factory=list)
@@ -62,6 +65,7 @@ class FinishedPlan:
     results: list[WriteResult] = field(default_factory=list)
     num_bytes: int = 0
     metadata: bytes = b""
+    index: bytes = b""
 
 
 class SavePlans:
@@ -129,14 +133,14 @@ class CachingPlanner(DefaultSavePlanner):
         self.finished.results = results
         return results
 
-    def update_metadata(self, results: list[list[WriteResult]]) -> bytes:
-        """Returns the content of `.metadata` with the new positions, on rank 0 if `is_reused`."""
+    def update_metadata(self, results: list[list[WriteResult]]) -> None:
+        """Enters new positions into the metadata of the last save, on rank 0 if `is_reused`."""
         changed = {each.index: each.storage_data for rank in results for each in rank}
         if changed:
             metadata: Any = pickle.loads(self.finished.metadata)
             metadata.storage_data |= changed
             self.finished.metadata = pickle.dumps(metadata)
-        return self.finished.metadata
+            self.finished.index = build_index(metadata)
 
 
 def _layout(plan: SavePlan) -> list[_Piece]:
