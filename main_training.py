@@ -341,13 +341,17 @@ def build(launch: Launch) -> tuple[Mesh, TrainState]:
     mesh = Mesh(run.dims, launch.world.rank, device.type, timeout)
     launch.phases.done("group")
 
+    resume = launch.found.resume
+    # A model of the user may have weights that a Hugging Face checkpoint lacks.
+    is_from_hf = bool(resume.hf_weights) and not run.model.model_builder
+    is_loaded = is_from_hf or resume.checkpoint is not None
     model = parallelize(
         run.model,
         cfg.parallel.for_seq_length(run.seq_length),
         mesh,
         device=device,
         precision=run.precision,
-        seed=cfg.training.seed,
+        seed=None if is_loaded else cfg.training.seed,
     )
     if run.batch.ramps_micro_batch:  # a ramp of the batch has micro-batches of several sizes
         allow_shapes(run.batch.batch_size)
@@ -360,7 +364,6 @@ def build(launch: Launch) -> tuple[Mesh, TrainState]:
     )
     launch.phases.done("model")
 
-    resume = launch.found.resume
     if resume.hf_weights:
         from fms_fsdp.hf.weights import load_weights
 

@@ -128,7 +128,7 @@ def attach_teacher(
     checkpoint = found.checkpoint
     precision = _teacher_precision(run.precision)
     teacher = parallelize(
-        found.shape, cfg.parallel, mesh, device=device, precision=precision, seed=0
+        found.shape, cfg.parallel, mesh, device=device, precision=precision, seed=None
     )
     if checkpoint is None:
         load_weights(Path(found.path).expanduser(), teacher, mesh, _FLAG)

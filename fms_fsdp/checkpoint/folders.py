@@ -41,6 +41,7 @@ FILES = "files.json"
 NEXT_FILES = "files.next.json"  # the listing with the next train_state.json, while that is replaced
 STATE = "train_state.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+INDEX = "shards.index"  # a table of the same content
 _PAGE = 4096  # bytes that one 64-bit sum covers
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(r"step_[0-9]+\.(partial|damaged|superseded|deleted)(?:-\d+)?")
@@ -298,6 +299,45 @@ def is_complete(folder: Path) -> bool:
         return not problem(folder)
     except (OSError, CheckpointDeleted):
         return False
+
+
+class CompleteCheckpoints:
+    """Reads the metadata of complete checkpoints, and remembers it until a folder changes.
+
+    Whether a checkpoint is complete needs the size of each file, and a run asks after every save. A
+    folder has changed if a file was added, replaced or removed, or a small file has another time or
+    size.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[tuple[int, ...], TrainMetadata]] = {}
+
+    def read(self, folder: Path) -> TrainMetadata | None:
+        """Returns the metadata; None: the checkpoint is not complete.
+
+        Raises:
+            UserError, OSError: the folder vanished, or cannot be read.
+        """
+        state = _folder_state(folder)
+        known = self._read.pop(folder, None)
+        if known is None or known[0] != state:
+            if not is_complete(folder):
+                return None
+            known = state, read_metadata(folder)
+        self._read[folder] = known
+        return known[1]
+
+
+def _folder_state(folder: Path) -> tuple[int, ...]:
+    """Returns times and sizes that change whenever a file is added, replaced or removed."""
+    state = []
+    for path in (folder, folder / FILES, folder / STATE, folder / METADATA):
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:  # `problem` says so
+            continue
+        state += [found.st_ino, found.st_mtime_ns, found.st_size]
+    return tuple(state)
 
 
 def complete_steps(root: Path) -> list[int]:

@@ -40,6 +40,7 @@ from torch.utils.serialization import config as torch_serialization
 
 from fms_fsdp.checkpoint.folders import (
     FILES,
+    INDEX,
     METADATA,
     STATE,
     CheckpointDeleted,
@@ -50,6 +51,7 @@ from fms_fsdp.checkpoint.folders import (
     open_file,
     rename_aside,
 )
+from fms_fsdp.checkpoint.index import build_index, read_index
 from fms_fsdp.checkpoint.plans import CachingPlanner, FinishedPlan, LayoutChanged, SavePlans
 from fms_fsdp.config.values import counted, format_bytes, shown
 from fms_fsdp.distributed.runtime import gather_objects, log, min_over_ranks
@@ -158,20 +160,19 @@ def load_checkpoint(
     """
     tensors = collect_tensors(model, optimizers)
     reader = CheckpointReader(folder)
-    failure = None
+    failure: Exception | None = None
     rank, num_ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
-    _on_every_rank(reader.read_metadata, folder, is_alone)
+    _on_every_rank(lambda: reader.read_part(tensors), folder, is_alone)
     _warn_of_extra_weights(tensors, reader, is_alone=is_alone)
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as pool:
         check = pool.submit(corrupt_files, folder, rank, num_ranks) if verify else None
         try:
-            _load(tensors, reader, is_alone=is_alone)
-        except (UserError, OSError) as error:
+            _load(tensors, reader)
+        except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
             failure = error
     if check is not None:
         _on_every_rank(lambda: _check(folder, check.result()), folder, is_alone)
-    if failure is not None:  # although all files are valid
-        raise _explained(failure, folder) from failure
+    _on_every_rank(lambda: _raise(failure), folder, is_alone)  # although all files are valid
     if optimizers is not None:
         prefix = "optimizer."
         state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
@@ -210,7 +211,7 @@ def load_tensor(reader: CheckpointReader, name: str) -> torch.Tensor:
     """Returns one unsharded tensor of a checkpoint; raises as `load_checkpoint`."""
     entry: Any = reader.read_metadata().state_dict_metadata[name]
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    _load({name: tensor}, reader, is_alone=True)
+    _load({name: tensor}, reader)
     return tensor
 
 
@@ -219,12 +220,17 @@ def _check(folder: Path, corrupt: list[str]) -> None:
         raise CorruptCheckpoint(folder, "; ".join(corrupt))
 
 
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
 def _on_every_rank(work: Callable[[], object], folder: Path, is_alone: bool) -> None:
     """Calls `work`, and raises the error of the first rank that failed on every rank."""
     failure: Exception | None = None
     try:
         work()
-    except (UserError, OSError) as error:
+    except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         failure = error
     for found in [failure] if is_alone else gather_objects(failure):
         if found is not None:
@@ -239,10 +245,12 @@ def _explained(error: Exception, folder: Path) -> Exception:
     return read_failed(error.filename or folder, error.strerror or error)
 
 
-def _load(tensors: Tensors, reader: CheckpointReader, *, is_alone: bool) -> None:
+def _load(tensors: Tensors, reader: CheckpointReader) -> None:
+    """Reads this rank's shards; not collective, because rank 0 would collect the plans of all ranks
+    only to send them back."""
     reader.read_metadata()  # DCP would hide an error behind "metadata is None"
     try:
-        dcp.load(tensors, storage_reader=reader, no_dist=is_alone)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         _, inner = first_failure(error)
         if isinstance(inner, (UserError, OSError, MemoryError, torch.OutOfMemoryError)):
@@ -310,12 +318,15 @@ class _Writer(FileSystemWriter):
         folder = Path(self.path)
         planner = self._planner
         if planner.is_reused:
-            self._write(METADATA, planner.update_metadata(results))
+            planner.update_metadata(results)
+            self._write(METADATA, planner.finished.metadata)
         else:
-            assert planner.metadata is not None
-            super().finish(planner.metadata, results)
+            assert planner.all_metadata is not None
+            super().finish(planner.all_metadata, results)
             self.files[METADATA] = self.files.pop(f"{METADATA}.tmp")  # DCP renamed it
             planner.finished.metadata = (folder / METADATA).read_bytes()
+            planner.finished.index = build_index(planner.all_metadata)
+        self._write(INDEX, planner.finished.index)
         for written in results:
             self.files |= getattr(written, "files", {})
         final = folder.with_name(f"step_{self._metadata.step}")
@@ -386,6 +397,25 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises CorruptCheckpoint if `.metadata` names anything but DCP's own classes."""
         return self._metadata
+
+    def read_part(self, tensors: Tensors) -> None:
+        """Reads what this rank needs to load its shards of `tensors`, of a checkpoint of any number
+        of ranks.
+
+        Raises:
+            CorruptCheckpoint: the files do not describe a checkpoint.
+        """
+        folder = Path(self.path)
+        if not (folder / INDEX).exists():  # the checkpoint of an earlier version
+            self.read_metadata()
+            return
+        with open_file(folder / INDEX) as file:
+            try:
+                metadata = read_index(io.BufferedReader(file), tensors)
+            except (ValueError, KeyError, TypeError, IndexError, EOFError) as error:
+                raise CorruptCheckpoint(folder, f"{INDEX}: {error!r}") from None
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._metadata = metadata
 
     @cached_property
     def _metadata(self) -> Metadata:

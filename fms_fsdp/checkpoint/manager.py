@@ -74,6 +74,7 @@ class CheckpointManager:
         self.start = self.newest = self._saving = state.step
         self._lacks_evaluation = state.evaluation_pending  # whether the newest checkpoint does
         self._written: set[int] = set()
+        self._complete = folders.CompleteCheckpoints()
         self._has_old = bool(self.policy.last)
         if is_main:
             for folder in folders.clean_up(root):
@@ -278,9 +279,11 @@ class CheckpointManager:
         found: dict[int, TrainMetadata] = {}
         try:
             for step in folders.checkpoint_steps(self.root):
-                folder = self.root / f"step_{step}"
-                if (step <= self.start or step in self._written) and folders.is_complete(folder):
-                    found[step] = folders.read_metadata(folder)
+                if step > self.start and step not in self._written:
+                    continue
+                metadata = self._complete.read(self.root / f"step_{step}")
+                if metadata is not None:
+                    found[step] = metadata
         except OSError as error:  # the next save tries again; a run must not end for it
             log.warning("old checkpoints were not deleted: %s", error)
             return

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fms_fsdp.checkpoint.index import build_index
+
 _UNCHANGED = SavePlan([], usable=False)
 
 
@@ -55,6 +57,7 @@ class FinishedPlan:
     results     their positions in the file
     num_bytes   on rank 0, of the tensors of all ranks
     metadata    on rank 0, the content of `.metadata`
+    index       on rank 0, the content of `shards.index`
     """
 
     layout: list[_Piece] = field(default_factory=list)
@@ -62,6 +65,7 @@ class FinishedPlan:
     results: list[WriteResult] = field(default_factory=list)
     num_bytes: int = 0
     metadata: bytes = b""
+    index: bytes = b""
 
 
 class SavePlans:
@@ -92,7 +96,7 @@ class CachingPlanner(DefaultSavePlanner):
         self._last = last
         self.is_reused = False
         self.finished = FinishedPlan()
-        self.metadata: Metadata | None = None  # on rank 0, unless `is_reused`
+        self.all_metadata: Metadata | None = None  # on rank 0, unless `is_reused`
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -112,7 +116,7 @@ class CachingPlanner(DefaultSavePlanner):
         if num_new == 0:
             self.is_reused = True
             return all_plans, nothing
-        plans, self.metadata = super().create_global_plan(all_plans)
+        plans, self.all_metadata = super().create_global_plan(all_plans)
         self.finished.num_bytes = sum(_num_bytes(plan) for plan in plans)
         return plans, nothing
 
@@ -129,14 +133,14 @@ class CachingPlanner(DefaultSavePlanner):
         self.finished.results = results
         return results
 
-    def update_metadata(self, results: list[list[WriteResult]]) -> bytes:
-        """Returns the content of `.metadata` with the new positions, on rank 0 if `is_reused`."""
+    def update_metadata(self, results: list[list[WriteResult]]) -> None:
+        """Enters new positions into the metadata of the last save, on rank 0 if `is_reused`."""
         changed = {each.index: each.storage_data for rank in results for each in rank}
         if changed:
             metadata: Any = pickle.loads(self.finished.metadata)
             metadata.storage_data |= changed
             self.finished.metadata = pickle.dumps(metadata)
-        return self.finished.metadata
+            self.finished.index = build_index(metadata)
 
 
 def _layout(plan: SavePlan) -> list[_Piece]:

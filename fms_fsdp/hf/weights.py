@@ -388,11 +388,15 @@ def fill(model: Llama, checkpoint: HFCheckpoint) -> None:
         UserError: a weight is not finite.
     """
     ours = {clean_name(name): weight for name, weight in model.named_parameters()}
+    unfilled = set(ours)
     for name, (names, _) in weight_map(checkpoint.config).items():
         if names[0] in ours:  # else of another pipeline stage
             parts = split(checkpoint.config, names, checkpoint.read(name))
             for target, part in zip(map(ours.__getitem__, names), parts, strict=True):
                 _fill_shard(target, part, model.config.vocab_size, name)
+            unfilled -= set(names)
+    # A weight that no file has would be arbitrary, unless a model of the user initialized it.
+    assert not unfilled or model.config.model_builder, unfilled
 
 
 def _fill_shard(target: torch.Tensor, full: torch.Tensor, vocab_size: int, name: str) -> None:

@@ -224,7 +224,7 @@ def evaluate_held_out(
         mesh,
         device=device,
         precision=subject.precision,
-        seed=cfg.training.seed,
+        seed=None,
     )
     subject = _load(config, subject, model, mesh, world)
     values = evaluate(

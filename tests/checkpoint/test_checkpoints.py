@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps
+from fms_fsdp.checkpoint import folders
+from fms_fsdp.checkpoint.folders import (
+    Checkpoint,
+    CompleteCheckpoints,
+    complete_steps,
+    replace_metadata,
+)
 from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
@@ -39,6 +46,34 @@ def test_corrupt_checkpoints_do_not_count_and_stay(tmp_path: Path) -> None:
     assert left_of(tmp_path, 2) == [10, 25] and (tmp_path / "step_20").is_dir()
     (tmp_path / "step_25" / "__0_0.distcp").unlink()
     assert left_of(tmp_path, 1) == [10] and (tmp_path / "step_20").is_dir()
+
+
+def test_unchanged_checkpoints_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run reads its checkpoints after every save. A file that is replaced or removed is noticed."""
+    saved(tmp_path, 10, 20, 25)
+    paths = [tmp_path / f"step_{step}" for step in (10, 20, 25)]
+    read: list[str] = []
+    problem = folders.problem
+
+    def noted(folder: Path) -> str:
+        read.append(folder.name)
+        return problem(folder)
+
+    monkeypatch.setattr(folders, "problem", noted)
+    complete = CompleteCheckpoints()
+    first = [complete.read(path) for path in paths]
+    assert read == ["step_10", "step_20", "step_25"]
+    assert [complete.read(path) for path in paths] == first and len(read) == 3
+
+    assert first[1] is not None
+    replace_metadata(paths[1], replace(first[1], validation_loss=2.5))
+    (paths[2] / "__0_0.distcp").unlink()
+    found = [complete.read(path) for path in paths]
+    assert read[3:] == ["step_20", "step_25"]
+    assert found[0] == first[0] and found[2] is None
+    assert found[1] is not None and found[1].validation_loss == 2.5
 
 
 def left_of(root: Path, last: int) -> list[int]:

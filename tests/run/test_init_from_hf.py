@@ -20,10 +20,12 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.hf.weights import load_weights
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import resolve_model
+from fms_fsdp.parallel import parallelize as parallelize_module
 from fms_fsdp.parallel.parallelize import parallelize
 from tests.cli import losses, run, trained
 from tests.distributed.launch import run_ranks
 from tests.hf.test_import import FOLDERS, their_model
+from tests.warm import launch
 
 FLAGS = ("--use_dummy_dataset=True", "--seq_length=32", "--report_interval=1", "--precision=FP32")
 FLAGS += ("--global_batch_size=4", "--num_steps=2", "--trackers=none")
@@ -49,7 +51,7 @@ def _loaded(path: str, strategy: str, more: dict[str, Any]) -> dict[str, torch.T
     mesh = Mesh(ParallelDims(strategy, ranks // shards, shards), rank, "cpu")
     config = resolve_model(ModelConfig(init_from_hf=path, **more), seq_length=32)
     device = torch.device("cpu")
-    model = parallelize(config, ParallelConfig(), mesh, device=device, precision=FP32, seed=0)
+    model = parallelize(config, ParallelConfig(), mesh, device=device, precision=FP32, seed=None)
     load_weights(Path(path), model, mesh)
     return {
         clean_name(name): (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
@@ -73,6 +75,32 @@ def test_sharded_weights_are_bit_equal(folders: Path) -> None:
                 assert weight.shape[0] == 384 and not weight[333:].any()
                 mean = known.double().mean(0).float()
                 assert (weight[300:333] - mean).abs().max() <= 1e-9, name
+
+
+def forbid_init() -> None:
+    def init_weights(*_: Any) -> None:
+        raise AssertionError("weights are drawn although others replace them")
+
+    parallelize_module.init_weights = init_weights  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_loaded_weights_are_not_drawn_before(folders: Path, tmp_path: Path) -> None:
+    """From a Hugging Face checkpoint, the weights of a run, and to resume a run."""
+    run_dir = tmp_path / "run"
+    scratch = [*FLAGS, "--model_variant=tiny", f"--output_dir={tmp_path / 'new'}"]
+    drawn = launch(scratch, before=forbid_init)
+    assert drawn.returncode == 1 and "weights are drawn" in drawn.stderr
+    from_hf = f"--init_from_hf={folders / 'llama3, tied, grouped'}"
+    shape = f"--hf_config={folders / 'llama3, tied, grouped' / 'config.json'}"
+    only_weights = [f"--ckpt_load_path={run_dir}", "--load_model_only"]
+    for flags in (
+        [from_hf, "--exit_step=1", f"--output_dir={run_dir}"],
+        [from_hf, f"--output_dir={run_dir}"],
+        [shape, *only_weights, f"--output_dir={tmp_path / 'weights'}"],
+    ):
+        ended = launch([*FLAGS, *flags], before=forbid_init)
+        assert ended.returncode in (0, 75), ended.stderr[-3000:]  # 75: stopped by --exit_step
 
 
 @pytest.mark.slow
