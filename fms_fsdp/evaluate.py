@@ -26,6 +26,8 @@ from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import RunConfig, TrainState
 
+MANY_SOURCES = 64  # whose evaluation may take longer than the steps between two
+
 
 class EvaluationStopped(Exception):
     """The launch ends before the evaluation does. Raised on every rank at the same batch."""
@@ -66,42 +68,59 @@ def evaluate(
     """
     failures: list[ReadFailed] = []
 
-    def sum_source(source: HeldOut) -> list[float]:
-        """Returns the loss in nats, the number of labels and their bytes (0: unknown)."""
-        num_batches = -(-source.num_rows // batch_size)
-        sums = torch.zeros(num_batches, 3, dtype=torch.float64)
-        losses = torch.zeros(num_batches, dtype=torch.float64, device=device)
-        for first in range(0, num_batches, mesh.size("dp")):
+    def sum_sources(members: Sequence[HeldOut]) -> list[list[float]]:
+        """Returns for each source the loss in nats, the number of labels and their bytes (0: unknown).
+
+        A pass computes one batch per rank, which may be of different sources: short sources share
+        the passes.
+        """
+        batches = list[tuple[HeldOut, int]]()  # of a source, from a sequence on
+        counts = list[int]()  # of batches, by source
+        for source in members:
+            starts = range(0, source.num_rows, batch_size)
+            batches += [(source, start) for start in starts]
+            counts.append(len(starts))
+        if len(members) > MANY_SOURCES:
+            passes = -(-len(batches) // mesh.size("dp"))
+            text = "evaluating %d sources of %s: %d forward passes per rank"
+            log.info(text, len(members), members[0].group, passes)
+        sums = torch.zeros(len(batches), 3, dtype=torch.float64)
+        losses = torch.zeros(len(batches), dtype=torch.float64, device=device)
+        for first in range(0, len(batches), mesh.size("dp")):
             keep_alive()
             if is_stopped():
                 raise EvaluationStopped
-            # FSDP needs every rank in every pass: a batch past the end has no labels
+            # FSDP needs every rank in every pass: a rank past the last batch has no labels
             index = first + mesh.axis_rank("dp")
-            try:
-                with checking_input(on_one_rank=True):
-                    batch = source.rows(index * batch_size, (index + 1) * batch_size)
-            except ReadFailed as error:
-                # The other ranks are on their way into the same pass: this rank takes part without
-                # labels, and all of them raise the error at the end.
-                failures.append(error)
-                batch = source.no_rows(batch_size)
+            has_batch = index < len(batches)
+            batch = members[0].no_rows(batch_size)
+            if has_batch:
+                source, start = batches[index]
+                try:
+                    with checking_input(on_one_rank=True):
+                        batch = source.rows(start, start + batch_size)
+                except ReadFailed as error:
+                    # The other ranks are on their way into the same pass: this rank takes part
+                    # without labels, and all of them raise the error at the end.
+                    failures.append(error)
             columns = batch if document_mask else batch[:2]
             with record_function("evaluate"):
                 loss, _ = model(*(column.to(device, non_blocking=True) for column in columns))
-            if index < num_batches:
+            if has_batch:
                 losses[index] = loss
                 labels = batch.labels_BS[batch.labels_BS != IGNORED_LABEL].numpy()
                 sums[index, 1] = len(labels)
                 if source.token_bytes is not None:
                     sums[index, 2] = int(source.token_bytes[labels].sum())
         sums[:, 0] = mesh.sum(losses, "row").cpu()
-        return [math.fsum(column) for column in mesh.sum(sums, "dp").T.tolist()]
+        by_source = mesh.sum(sums, "dp").split(counts)
+        return [[math.fsum(column) for column in part.T.tolist()] for part in by_source]
 
     values: dict[str, float] = {}
     with evaluating(model):
         for group in dict.fromkeys(source.group for source in sources):
             members = [source for source in sources if source.group == group]
-            sums = [sum_source(source) for source in members]
+            sums = sum_sources(members)
             for source, source_sums in zip(members, sums, strict=True):
                 values |= _averages(f"{group}/{source.name}", *source_sums)
             loss, labels, num_bytes = (math.fsum(column) for column in zip(*sums, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from fms_fsdp.errors import ReadFailed
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.parallelize import parallelize
+from tests.data.corpora import SEP, VOCAB, write_corpus
 from tests.distributed.launch import run_ranks
 from tests.parallel.layouts import mesh_of
 
@@ -54,6 +56,33 @@ def unreadable() -> str:
     except ReadFailed as error:
         return str(error)
     return ""
+
+
+def short_sources(folder: str) -> tuple[int, dict[str, float]]:
+    """The forward passes of this rank for five sources of one batch each, and their values."""
+    mesh, cpu = mesh_of(ParallelConfig(sharding_strategy="ddp")), torch.device("cpu")
+    config = TransformerConfig(2, 32, 32, 2, 1, VOCAB, max_seq_len=16)
+    section = ParallelConfig(sharding_strategy="ddp")
+    model = parallelize(config, section, mesh, device=cpu, precision=FP32, seed=1)
+    data = DataConfig(data_path=folder, seq_length=16, sep_token=SEP)
+    flags = EvalConfig(eval_interval=1, eval_data_path=folder, eval_steps=3)
+    sources = open_held_out(flags, scan_held_out(flags, data, None, vocab_size=VOCAB), 1)
+    num_passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_passes
+        num_passes += 1
+
+    model.register_forward_pre_hook(count)
+    values = evaluate(model, sources, batch_size=4, document_mask=False, device=cpu, mesh=mesh)
+    return num_passes, values
+
+
+def test_short_sources_share_the_passes(tmp_path: Path) -> None:
+    write_corpus(tmp_path, {name: [100] for name in "abcde"})
+    ((num_passes, alone),) = run_ranks(short_sources, 1, str(tmp_path))
+    assert num_passes == 5 and len({alone[f"eval/{name}/loss"] for name in "abcde"}) == 5
+    assert run_ranks(short_sources, 2, str(tmp_path)) == [(3, alone)] * 2
 
 
 def test_unreadable_rows_end_every_rank() -> None:
