@@ -305,7 +305,7 @@ def report_line(record: Record, state: TrainState, num_devices: int, memory_byte
         fields["time"] = _step_time(record["step_time_ms"])
         fields["rate"] = f"{_rate(record['tokens_per_sec'])} tok/s"
         if num_devices > 1:
-            fields["device rate"] = f"({_rate(record['tokens_per_sec_per_device'])}/device)"
+            fields["device rate"] = f"({_rate(record['tokens_per_sec_per_device'])} each)"
         if "mfu" in record:
             fields["mfu"] = f"mfu {record['mfu']:.0%}"
     fields["memory"] = _used_of(record["peak_mem_gib"], memory_bytes)
@@ -313,7 +313,7 @@ def report_line(record: Record, state: TrainState, num_devices: int, memory_byte
         fields["left"] = f"{_time_left(record['eta_s'])} left"
     for name in ("", "device rate", "time", "norm", "mfu", "memory"):
         fields.pop(name, None)
-        line = "  ".join(filter(None, fields.values()))
+        line = "  ".join(filter(None, fields.values())).replace("  (", " (")
         if len(line) <= LINE_WIDTH - TIME_WIDTH:
             break
     return line

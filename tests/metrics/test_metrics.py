@@ -167,7 +167,7 @@ def test_report_line_has_its_numbers() -> None:
     small = {**RECORD, "peak_mem_gib": 0.4}
     del small["mfu"]
     eight = report_line({**small, "masked_rows": 0}, progress, 8, 0)
-    assert eight == f"{words}395 ms  9,872 tok/s  (1,234/device)  410 MiB  40s left"
+    assert eight == f"{words}395 ms  9,872 tok/s (1,234 each)  410 MiB  40s left"
     masked = report_line({**small, "masked_rows": 3}, progress, 8, 0)
     assert masked == f"{words}3 masked  395 ms  9,872 tok/s  410 MiB  40s left"
     progress.steps_in_launch = 1  # it compiles
