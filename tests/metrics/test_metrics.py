@@ -13,15 +13,23 @@ from typing import Any
 import pytest
 import torch
 
+from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.metrics.hardware import EnergyMeter, Utilization, diagnostics, memory_stats
+from fms_fsdp.metrics.hardware import (
+    EnergyMeter,
+    Utilization,
+    advice_on_memory,
+    diagnostics,
+    memory_stats,
+)
 from fms_fsdp.metrics.interval import IntervalMetrics, count_zero_gradients
 from fms_fsdp.metrics.logger import MetricsFile, report_line
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.state import StepResult
+from tests.specs import resolved
 
 CPU = torch.device("cpu")
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
@@ -195,6 +203,18 @@ def test_report_line_fits_with_large_numbers() -> None:
         "step 1234567/2000000  loss 12345.6789  lr 1.00e-03  12 masked  87.7M tok/s"
     )
     assert line.endswith("  14d6h left")
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "batch_size"), [(8.0, 16), (20.0, 6), (26.5, None), (70.0, None)]
+)
+def test_empty_gpu_is_advised_a_batch(peak_gib: float, batch_size: int | None) -> None:
+    run = resolved(TrainConfig(), batch=BatchPlan(2, 4, 8), device="cuda")
+    advice = advice_on_memory(run, peak_gib, 79 * 2**30)
+    assert bool(advice) is (batch_size is not None)
+    if advice:
+        assert advice.startswith(f"a step uses {peak_gib:.1f} of 79.0 GiB of the GPU; ")
+        assert f"--batch_size={batch_size} would fit" in advice
 
 
 def test_energy_meter_survives_a_failing_counter() -> None:
