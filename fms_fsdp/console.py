@@ -123,10 +123,10 @@ def table(
 def fit(text: str) -> str:
     """Wraps a text that is longer than a line of the log, and indents its other lines.
 
-    A number and the word behind it, which may be its unit, stay on one line.
+    A number stays on the line of its name and its unit.
     """
     wrapped = textwrap.fill(
-        re.sub(r"(?<=\d) (?=[a-zA-Z])", "\0", text),
+        re.sub(r"(?<=\d) (?=[a-zA-Z])|(?<=[a-z]) (?=\d)", "\0", text),
         LINE_WIDTH - TIME_WIDTH,
         subsequent_indent="  ",
         break_long_words=False,

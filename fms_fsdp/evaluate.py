@@ -230,27 +230,32 @@ class Evaluator:
 
 
 def summary_lines(values: dict[str, float], step: int, seconds: float) -> list[str]:
-    """Returns a line for each group: loss, perplexity, bits per byte, then the loss of its sources.
+    """Returns a text for each group: loss, perplexity, bits per byte, then the loss of its sources.
 
-    A line names as many sources as fit; metrics.jsonl has all of them.
+    A text has at most two lines, with as many sources as fit; metrics.jsonl has all of them.
     """
     names = [name.removesuffix("/loss") for name in values if name.endswith("/loss")]
-    lines = []
+    end = f"  ({seconds:.1f} s)"
+    width = LINE_WIDTH - TIME_WIDTH - len(f"  …{end}")
+    texts = []
     for group in [name for name in names if "/" not in name]:
         line = (
             f"{group} @{step}  loss {values[f'{group}/loss']:.4f}  ppl {values[f'{group}/ppl']:.2f}"
         )
         bits = values.get(f"{group}/bits_per_byte")
         line += "" if bits is None else f"  {bits:.3f} bits/byte"
-        end = f"  ({seconds:.1f} s)"
+        lines = [line]
         for name in names:
             if not name.startswith(f"{group}/"):
                 continue
             source = cut(name.removeprefix(f"{group}/"), 30)
             part = f"  {source} {values[f'{name}/loss']:.4f}"
-            if len(line + part + end) > LINE_WIDTH - TIME_WIDTH - len("  …"):
-                line += "  …"
+            if len(lines[-1] + part) <= width:
+                lines[-1] += part
+            elif len(lines) == 1:
+                lines.append(part)
+            else:
+                lines[-1] += "  …"
                 break
-            line += part
-        lines.append(line + end)
-    return lines
+        texts.append("\n".join(lines) + end)
+    return texts

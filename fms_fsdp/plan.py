@@ -22,6 +22,7 @@ from typing import cast
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.batch import last_step, plan_batch
+from fms_fsdp.config.values import rounded_bytes
 from fms_fsdp.data.inspection import end_of_epochs
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.distributed.axes import ParallelDims
@@ -32,7 +33,7 @@ from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.optim.schedules import Milestones, RunLength, find_milestones
 from fms_fsdp.parallel.layout import check_float8, check_layout
-from fms_fsdp.predict.memory import GIB, checkpoint_bytes
+from fms_fsdp.predict.memory import checkpoint_bytes
 from fms_fsdp.run.checks import check_folders, check_machine
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory import MemoryBudget, PredictionFailed
@@ -322,7 +323,7 @@ def choose_strategy(groups: list[list[RunConfig]], budget: MemoryBudget) -> list
         return hsdp
     reason = (
         f"fsdp, because hsdp over {smallest.dims.size('shard')} devices would need "
-        f"{needed / GIB:.1f} GiB of {available / GIB:.1f} GiB per rank"
+        f"{rounded_bytes(needed)} of {rounded_bytes(available)} per rank"
     )
     return [[replace(run, chosen={"sharding_strategy": reason}) for run in group] for group in fsdp]
 
@@ -362,7 +363,7 @@ def choose_settings(
         run = largest_fit(group, budget) or group[-1]
         verb = "chose" if budget.fits(run) else "found nothing that fits, and takes"
     needed, available = budget.fullest(run)
-    sizes = f"about {needed / GIB:.1f} GiB of {available / GIB:.1f} GiB per rank"
+    sizes = f"about {rounded_bytes(needed)} of {rounded_bytes(available)} per rank"
     values = {"recompute": _recomputation(run), "batch_size": run.batch.factors}
     reasons = dict(run.chosen)
     for name, is_auto in autos.items():

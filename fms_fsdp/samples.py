@@ -105,7 +105,7 @@ class Sampler:
         texts = []
         for prompt, ids, tokens in zip(self._prompts.texts, self._prompts.ids, rows, strict=True):
             texts.append(prompt + text_after(self._tokenizer, ids, tokens))
-            log.info("sample @%d\n%s", state.step, first_lines(texts[-1]))
+            log.info("sample @%d\n%s", state.step, first_lines(texts[-1]) or "  (no text)")
         self._metrics.log_text(state, "samples", "\n\n".join(texts))
         try:
             with open(self._file, "a", encoding="utf-8") as file:

@@ -251,12 +251,14 @@ def test_unusable_job_end_is_noted_and_ignored(
 
 def test_folder_named_as_a_run_file_is_rejected(empty: Path) -> None:
     (empty.parent / "run" / "metrics.jsonl").mkdir(parents=True)
-    assert "must have metrics.jsonl as a file" in refusal(f"--output_dir={empty.parent / 'run'}")
+    assert "metrics.jsonl is not a regular file; rename" in refusal(
+        f"--output_dir={empty.parent / 'run'}"
+    )
 
 
 def test_keep_best_requires_evaluated_checkpoints() -> None:
     flags = ("--keep_best=1", "--keep_last_n=1", "--eval_interval=3")
-    assert "--keep_best=1 requires eval/loss" in refusal(*flags, "--checkpoint_interval=0")
+    assert "--keep_best=1 has nothing to rank" in refusal(*flags, "--checkpoint_interval=0")
     plan(*flags, "--checkpoint_interval=6")
 
 

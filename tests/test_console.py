@@ -126,7 +126,7 @@ def test_time_is_before_a_message_once() -> None:
 
 
 def test_long_facts_are_wrapped_between_words() -> None:
-    text = "memory estimate: " + ", ".join(f"part {number} 1.2 GiB" for number in range(20))
+    text = "memory estimate: " + ", ".join(f"part {number}.2 GiB" for number in range(20))
     lines = fit(text).splitlines()
     assert len(lines) > 2 and all(len(each) <= LINE_WIDTH - TIME_WIDTH for each in lines)
     assert all(each.startswith("  part") for each in lines[1:])

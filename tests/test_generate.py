@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -243,7 +244,8 @@ def test_samples_leave_training_bit_equal(run: Path, tmp_path: Path) -> None:
     texts = (tmp_path / "with/samples.txt").read_text()
     assert texts.count("--- step 2 ---\n") == texts.count("--- step 3 ---\n") == 3
     assert texts.startswith("--- step 2 ---\nThe run") and "--- step 3 ---\nA checkpoint" in texts
-    assert len(texts) > 200 and said.count("sample @2\n") == 3
+    assert len(texts) > 200 and said.count("sample @2\n") == 3 and "compile and step" in said
+    assert re.search(r"compiling \d+ blocks? for the first step", said)
     assert main(["report", str(tmp_path / "with")]) == 0
     assert "--- step 3 ---" in (tmp_path / "with/report.html").read_text()
     (events,) = (tmp_path / "with/tensorboard").glob("events*")

@@ -225,7 +225,7 @@ def test_torchrun_gets_stop_and_no_signal(
 ) -> None:
     output = stopped(tmp_path, "wait:0", number, signal.SIGTERM, **torchrun)
     assert "heard STOP\n" in output
-    words = "train: stopped early, the same command continues the run: as told; see "
+    words = "train: stopped early, the same command resumes the run: as told; see "
     assert words in output
     assert "heard STOP\n" in (tmp_path / "run/console.txt").read_text()
 

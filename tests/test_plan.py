@@ -43,7 +43,7 @@ flags | error
 --num_steps=10 --warmup=100 | --warmup
 --checkpoint_schedule=5@ | --checkpoint_schedule=5@ must be INTERVAL@LAST_STEP
 --export_interval=1000 --pos_emb=alibi | export
---keep_last_n=1 --keep_best=2 --checkpoint_schedule=5@7 --eval_interval=1000 | --keep_best=2 requires eval/loss
+--keep_last_n=1 --keep_best=2 --checkpoint_schedule=5@7 --eval_interval=1000 | --keep_best=2 has nothing to rank
 """)
 def test_estimate_rejects_what_a_launch_rejects(flags: str, error: str, capsys: Any) -> None:
     assert main(["estimate", *GPU.split(), *flags.split()]) == 2

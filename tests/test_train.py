@@ -85,7 +85,7 @@ def test_token_beyond_vocabulary_names_its_place(value: int, name: str) -> None:
     tokens = torch.arange(16).view(2, 8)
     labels = tokens.clone()
     (tokens if name == "token" else labels)[1, 5] = value
-    place = rf"{name} \({value}\) of step 7, row 1, position 5 must be .*from 0 to 31"
+    place = rf"{name} {value} at step 7, sequence 1, position 5 is outside the vocabulary \(32\)"
     with pytest.raises(UserError, match=place) as refused:
         run_on(tokens, labels)
     assert refused.value.data_step == 7 and refused.value.on_one_rank

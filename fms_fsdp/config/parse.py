@@ -446,8 +446,9 @@ def _help_of_flag(row: Flag, text: str, width: int) -> list[str]:
         head += " (advanced)"
     wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
     indent = " " * 6
+    heads = wrap(head.replace("|", "| "), initial_indent="  ", subsequent_indent=indent)
     return [
-        *wrap(head, initial_indent="  ", subsequent_indent=indent),
+        *[line.replace("| ", "|") for line in heads],
         *wrap(f"{text}{needs_note(row)}", initial_indent=indent, subsequent_indent=indent),
     ]
 

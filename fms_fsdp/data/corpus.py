@@ -323,7 +323,7 @@ def _shards_of(name: str, every: list[str], storage: Files, may_miss: bool) -> l
 def _unlinked(
     listed: Mapping[str, list[str]], storage: Files, *, is_named: bool
 ) -> dict[str, list[str]]:
-    """Returns the shards of each source without links to shards of these sources; notes the links.
+    """Drops the shards that are links to shards of these sources, and logs the links.
 
     A source that consists of such links is left out, unless `is_named`.
 

@@ -32,8 +32,7 @@ def segments_of(stream: TokenStream, address: Address) -> list[tuple[int, int, i
 
 
 def end_of_epochs(stream: TokenStream, source: str, epochs: float, step: int) -> int:
-    """Returns the first step >= `step` by whose end a source (all together if "") has supplied
-    `epochs` epochs.
+    """Finds the step, from `step` on, that completes `epochs` epochs of a source, or of all if "".
 
     Raises:
         UserError: there is no such source.

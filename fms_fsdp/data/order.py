@@ -268,8 +268,7 @@ class History:
         return total
 
     def first_step_beyond(self, names: Sequence[str], num_sequences: int, step: int) -> int:
-        """Returns the first step after `step` by whose end the named sources together have supplied
-        more than `num_sequences`."""
+        """Finds the first step after `step` with which the sources exceed `num_sequences` together."""
         steps = range(step + 1, MAX_STEPS)
 
         def supplied(after: int) -> int:

@@ -271,8 +271,10 @@ class TokenStream:
         return found
 
     def first_beyond(self, names: list[str], epochs: float, step: int, less: int = 0) -> int:
-        """Returns the first step after `step` by whose end sources have together supplied more
-        sequences than `epochs` epochs have, minus `less`."""
+        """Finds the first step after `step` that reads beyond `epochs` epochs of the sources together.
+
+        The end is `less` sequences earlier than that of the epochs.
+        """
         total = sum(round(epochs * self.order.sources[name].num_sequences) for name in names)
         return self.order.history.first_step_beyond(names, total - less, step)
 

@@ -55,7 +55,7 @@ class SyntheticStorage:
 
     @cached_property
     def _rule(self) -> tuple[I64, I64]:
-        """Returns the factor and the summand from the first token of a cell to each of its tokens."""
+        """Solves the recurrence within a cell: token i is factor[i] * first token + summand[i]."""
         factor, summand = np.ones(CELL, np.int64), np.zeros(CELL, np.int64)
         for i in range(1, CELL):
             factor[i] = factor[i - 1] * 5 % self.alphabet

@@ -47,7 +47,7 @@ rank_log = logging.getLogger("fms_fsdp.rank")  # lines of one rank, which it pri
 
 @dataclass(frozen=True)
 class World:
-    """This process among all, from torchrun's environment or alone."""
+    """Rank and number of all processes, from torchrun's environment, or of one process alone."""
 
     rank: int
     local_rank: int
@@ -56,7 +56,7 @@ class World:
 
     @staticmethod
     def from_env() -> World:
-        """Returns the place that torchrun gives this process.
+        """Reads the ranks that torchrun sets, or those of a process without torchrun.
 
         Raises:
             UserError: a variable is missing or wrong.
@@ -245,7 +245,7 @@ def shut_down() -> None:
 
 
 def run_on_rank0(function: Callable[[], T]) -> T:
-    """Returns `function()` of rank 0, or raises its error, on every rank (collective).
+    """Runs `function` on rank 0 and broadcasts its result or its error to all ranks (collective).
 
     Raises:
         UserError: an error that the user can fix.
@@ -312,7 +312,7 @@ def _for_other_ranks(error: Exception) -> Exception:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Returns the values of all ranks (collective)."""
+    """Gathers a value of each rank, in the order of ranks (collective)."""
     if not dist.is_initialized():
         return [value]
     values = [value] * dist.get_world_size()
@@ -321,7 +321,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def min_over_ranks(values: Sequence[int]) -> list[int]:
-    """Returns the minimum of each value over all ranks (collective)."""
+    """Reduces each value to its minimum over all ranks (collective)."""
     minima = torch.tensor(values, dtype=torch.int64)
     if dist.is_initialized():
         dist.all_reduce(minima, dist.ReduceOp.MIN)
@@ -329,7 +329,7 @@ def min_over_ranks(values: Sequence[int]) -> list[int]:
 
 
 def sum_over_ranks(values: Sequence[int]) -> list[int]:
-    """Returns the sum of each value over all ranks (collective). Does not wait for the device."""
+    """Sums each value over all ranks on the host, without waiting for the device (collective)."""
     sums = torch.tensor(values, dtype=torch.int64)
     if dist.is_initialized():
         dist.all_reduce(sums)

@@ -93,8 +93,8 @@ def advice_on_memory(run: RunConfig, peak_gib: float, available_bytes: int) -> s
         return ""
     factor = int(_USABLE * available / peak_gib)
     return (
-        f"a step uses {peak_gib:.1f} of {available:.1f} GiB of the GPU; "
-        f"--batch_size={factor * run.batch.batch_size} would fit and is often faster"
+        f"a step uses {peak_gib:.1f} of {available:.1f} GiB of the GPU; micro-batches up to "
+        f"--batch_size={factor * run.batch.batch_size} would fit and are often faster"
     )
 
 

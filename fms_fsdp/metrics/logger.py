@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.config.values import counted, short
+from fms_fsdp.config.values import short
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.data.stream import Consumption
 from fms_fsdp.distributed.dtensor import global_norm
@@ -326,13 +326,13 @@ def report_line(record: Record, state: TrainState, num_devices: int, memory_byte
     """Returns a report as one line, with the mean loss of the interval.
 
     The first step of a launch compiles, so its line has no throughput and no time left. A line that
-    is too long loses the rate per device first, then the step time and the norm.
+    is too long loses the rate per device first, then the step time, the norm, and so on.
 
     memory_bytes   those that a rank may use; 0 if unknown
     """
     masked = ""
     if record["masked_rows"]:
-        masked = f"{counted(record['masked_rows'], 'sequence')} masked"
+        masked = f"{record['masked_rows']:,} masked"
     fields = {
         "step": f"step {state.step}/{state.num_steps}",
         "loss": f"loss {record['loss_mean']:.4f}",
@@ -344,22 +344,22 @@ def report_line(record: Record, state: TrainState, num_devices: int, memory_byte
         fields["time"] = _step_time(record["step_time_ms"])
         fields["rate"] = f"{_rate(record['tokens_per_sec'])} tok/s"
         if num_devices > 1:
-            fields["device rate"] = f"({_rate(record['tokens_per_sec_per_device'])}/device)"
+            fields["device rate"] = f"({_rate(record['tokens_per_sec_per_device'])} each)"
         if "mfu" in record:
             fields["mfu"] = f"mfu {record['mfu']:.0%}"
     fields["memory"] = _used_of(record["peak_mem_gib"], memory_bytes)
     if state.steps_in_launch > 1:
         fields["left"] = f"{_time_left(record['eta_s'])} left"
-    for name in ("", "device rate", "time", "norm"):
+    for name in ("", "device rate", "time", "norm", "mfu", "memory"):
         fields.pop(name, None)
-        line = "  ".join(filter(None, fields.values()))
+        line = "  ".join(filter(None, fields.values())).replace("  (", " (")
         if len(line) <= LINE_WIDTH - TIME_WIDTH:
             break
     return line
 
 
 def _short_norm(norm: float) -> str:
-    return f"{norm:.3f}" if norm < 100 else f"{norm:.3g}"
+    return f"{norm:.2f}" if 0.1 <= norm < 1000 else f"{norm:.3g}"
 
 
 def _step_time(ms: float) -> str:
@@ -384,12 +384,11 @@ def _used_of(peak_gib: float, available_bytes: int) -> str:
 
 
 def _time_left(seconds: float) -> str:
-    """Returns 4:29, 3:04:29, or 12 d 3 h for a day and more."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
+    """Returns a rough time in few characters: 40s, 4m, 5h12m or 12d3h."""
+    if seconds < 59.5:
+        return f"{seconds:.0f}s"
+    hours, minutes = divmod(round(seconds / 60), 60)
     days, hours_of_day = divmod(hours, 24)
     if days:
-        return f"{days} d {hours_of_day} h"
-    if hours:
-        return f"{hours}:{minutes:02}:{seconds:02}"
-    return f"{minutes}:{seconds:02}"
+        return f"{days}d{hours_of_day}h"
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m"

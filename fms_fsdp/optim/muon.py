@@ -85,7 +85,7 @@ class Muon(ShardedOptimizer):
 def _orthogonalize(
     group: dist.ProcessGroup | None, params: Tensors, shards: Tensors, num_steps: int
 ) -> Tensors:
-    """Returns the local shards of the orthogonalized matrices (collective).
+    """Orthogonalizes full matrices from their shards, and returns the local shards (collective).
 
     Rank i of the group computes matrix i, if there is one. Without a group the shards are full matrices.
     """

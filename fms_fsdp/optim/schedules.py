@@ -112,10 +112,12 @@ def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = Fa
         unit = "tokens" if in_tokens else "steps"
         limit = min(start, end)
         milestone = "begins" if start < end else "ends"
-        example = f"--warmup={max(limit // 10, 1)}{unit if in_tokens else ''}"
+        fix = f"--warmup={limit // 10}{unit if in_tokens else ''}"
+        if config.lr_decay or config.constant_steps:
+            fix = "a shorter warmup or decay"
         raise UserError(
             f"{', '.join(given)}: the warmup takes {warmup:,} {unit}, but the decay {milestone} at "
-            f"{limit:,}; use e.g. {example}, or a larger --num_steps"
+            f"{limit:,}; use {fix}, or a larger --num_steps"
         )
     return Milestones(in_tokens, warmup, start, end, length("lr_step_size", 0))
 

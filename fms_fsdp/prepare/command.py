@@ -82,7 +82,8 @@ class PrepareConfig(ShardsConfig):
         False, "store the EOS token in the shards (default: the loader adds it)"
     )
     text_key: str = flag(
-        "text", "JSON key or column of the text; a.b is a field, a,b joins two by a line end"
+        "text",
+        "JSON key or column of the text; a.b is a field, a,b joins two columns with a newline",
     )
     prompt_key: str = flag("", "JSON key or column of a prompt, to which the text is the response")
     text_separator: str = flag(

@@ -205,7 +205,7 @@ def unique_files(files: Iterable[InputFile]) -> tuple[InputFile, ...]:
 
 
 def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) -> list[InputFile]:
-    """Returns the files of a folder without those that accompany its records; notes their names.
+    """Drops the files that only accompany the records of a folder, and logs their names.
 
     A file without a known ending is text in a folder of text. With JSON lines, Parquet and the like
     it is a README, a checksum or the backup of a shard. A file that was named itself is never skipped.

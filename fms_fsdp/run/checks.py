@@ -93,10 +93,12 @@ def _check_ranking(cfg: TrainConfig) -> None:
     if not any(map(schedule.is_due, range(interval, 1000 * interval + 1, interval))):
         flag = "--eval_interval" if evaluates else "--report_interval"
         multiple = interval * -(-keep.checkpoint_interval // interval) or interval
+        fix = f"set --checkpoint_interval to a multiple of {interval}, e.g. {multiple}"
+        if keep.checkpoint_schedule:
+            fix = f"name multiples of {interval} in --checkpoint_schedule"
         raise UserError(
             f"--keep_best={keep.keep_best} has nothing to rank: no checkpoint before the last is at a "
-            f"step with {keep.keep_best_metric} ({flag}={interval}); set --checkpoint_interval to a "
-            f"multiple of {interval}, e.g. {multiple}"
+            f"step with {keep.keep_best_metric} ({flag}={interval}); {fix}"
         )
 
 

@@ -71,7 +71,7 @@ class ResumePoint:
 def find_resume_point(
     cfg: TrainConfig, world: World, corpus: Corpus | None = None, *, verify: bool = True
 ) -> ResumePoint:
-    """Returns the newest valid checkpoint that the flags allow (collective: every rank).
+    """Chooses the newest valid checkpoint that the flags allow (collective: every rank).
 
     Rank 0 chooses by names and sizes. All ranks share the checksums, and if one is wrong, rank 0
     chooses an older checkpoint. So nothing after this call meets a corrupt file.
@@ -99,7 +99,10 @@ def find_resume_point(
 
 
 def _verify(folder: Path, world: World) -> list[str]:
-    """Returns the corrupt files of a checkpoint; each rank reads some of them (collective)."""
+    """Compares the files of a checkpoint with their checksums, and returns the corrupt ones.
+
+    Collective: each rank reads some of the files.
+    """
     wrong = list[str]()
     failure: UserError | OSError | None = None
     try:

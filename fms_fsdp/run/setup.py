@@ -48,7 +48,7 @@ class Found:
 
 
 def find_corpus(cfg: TrainConfig) -> Corpus | None:
-    """Returns the corpus that rank 0 lists (collective); None for synthetic data or a user's stream."""
+    """Lists the corpus on rank 0 for all (collective); None for synthetic data or a user's stream."""
     if cfg.data.dataset_builder:
         from fms_fsdp.data.custom import load_builder
 
@@ -62,7 +62,7 @@ def find_corpus(cfg: TrainConfig) -> Corpus | None:
 def find_inputs(
     cfg: TrainConfig, corpus: Corpus | None, model: TransformerConfig, dims: ParallelDims
 ) -> Found:
-    """Returns the inputs that the flags name, except a checkpoint; rank 0 reads them (collective).
+    """Reads on rank 0 the inputs that the flags name, except a checkpoint (collective).
 
     Raises:
         UserError: an input is missing, or does not fit the model.

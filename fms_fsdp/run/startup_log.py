@@ -142,8 +142,8 @@ def _precision(run: RunConfig, machine: Machine) -> str:
     if run.device_type != "cuda":
         if run.config.precision.named is not None:
             return run.precision.summary
-        has = "has" if machine.has_bf16 else "has no"
-        return f"{run.precision.summary} (this CPU {has} native bf16)"
+        reason = "with" if machine.has_bf16 else "without"
+        return f"{run.precision.summary} (CPU {reason} native bf16)"
     model = run.model
     kernel = model.attn_impl
     if model.pos_emb in ("alibi", "relative"):

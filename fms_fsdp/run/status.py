@@ -198,7 +198,7 @@ class RunStatus:
                 log.write(encoded)
 
     def _is_repeated(self, reason: str) -> bool:
-        """Returns whether torchrun's attempt before this one ended for the same reason; notes this one."""
+        """Records the reason, and finds out whether torchrun's attempt before ended for the same one."""
         before = self._note(f"attempt_{self.restart - 1}.bad_input")
         now = self._note(f"attempt_{self.restart}.bad_input")
         final = self._note(f"attempt_{self.restart}.final")

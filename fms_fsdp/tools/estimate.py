@@ -653,7 +653,8 @@ def _describe_rank(config: EstimateConfig) -> Iterator[str]:
     config = with_batch(replace(config, training=replace(training, rampup_batch_size=())))
     budget = MemoryBudget(config.machine)
     run = plan(config, config.machine)
-    yield f"memory estimate: {budget.need(run).summary()}"
+    parts = budget.need(run).by_device(run.device_type, offload=run.config.parallel.cpu_offload)
+    yield f"memory estimate: {parts[run.device_type].summary()}"
     communication = sent_summary(sent(budget.step(run)))
     if communication:
         yield communication

@@ -81,6 +81,14 @@ def test_folder_without_shards_is_rejected(files: Files, tmp_path: Path) -> None
     check_rejected(Files(tmp_path / "text"), match)
 
 
+def test_unfinished_prepare_is_named(tmp_path: Path) -> None:
+    """The error advised to make shards of its plan.json."""
+    (tmp_path / "meta/prepare/code").mkdir(parents=True)
+    (tmp_path / "meta/prepare/code/plan.json").write_text("{}")
+    match = "must contain .arrow shards; it holds an unfinished `prepare`: run that command again"
+    check_rejected(Files(tmp_path), match)
+
+
 def test_shard_unlike_its_counts_is_rejected(files: Files) -> None:
     path = files.root / "web" / "shard-00001.arrow"
     path.write_bytes(b"")

@@ -13,15 +13,23 @@ from typing import Any
 import pytest
 import torch
 
+from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.metrics.hardware import EnergyMeter, Utilization, diagnostics, memory_stats
+from fms_fsdp.metrics.hardware import (
+    EnergyMeter,
+    Utilization,
+    advice_on_memory,
+    diagnostics,
+    memory_stats,
+)
 from fms_fsdp.metrics.interval import IntervalMetrics, count_zero_gradients
 from fms_fsdp.metrics.logger import MetricsFile, report_line
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.state import StepResult
+from tests.specs import resolved
 
 CPU = torch.device("cpu")
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
@@ -161,13 +169,15 @@ def test_memory_is_below_its_peak() -> None:
 
 def test_report_line_has_its_numbers() -> None:
     progress: Any = SimpleNamespace(step=20, num_steps=100, steps_in_launch=20)
-    line = report_line({**RECORD, "masked_rows": 3}, progress, 8, 140 * 2**30)
-    words = "step 20/100  loss 2.6000  lr 1.00e-03  norm 0.500  3 sequences masked  395 ms"
-    assert line == f"{words}  9,872 tok/s  mfu 25%  131/140 GiB  0:40 left"
-    alone = report_line({**RECORD, "masked_rows": 0}, progress, 1, 140 * 2**30)
-    assert "395 ms  9,872 tok/s  mfu 25%" in alone
-    eight = report_line({**RECORD, "masked_rows": 0, "peak_mem_gib": 0.4}, progress, 8, 0)
-    assert eight.endswith("9,872 tok/s  (1,234/device)  mfu 25%  410 MiB  0:40 left")
+    words = "step 20/100  loss 2.6000  lr 1.00e-03  norm 0.50  "
+    one = report_line({**RECORD, "masked_rows": 0}, progress, 1, 140 * 2**30)
+    assert one == f"{words}395 ms  9,872 tok/s  mfu 25%  131/140 GiB  40s left"
+    small = {**RECORD, "peak_mem_gib": 0.4}
+    del small["mfu"]
+    eight = report_line({**small, "masked_rows": 0}, progress, 8, 0)
+    assert eight == f"{words}395 ms  9,872 tok/s (1,234 each)  410 MiB  40s left"
+    masked = report_line({**small, "masked_rows": 3}, progress, 8, 0)
+    assert masked == f"{words}3 masked  395 ms  9,872 tok/s  410 MiB  40s left"
     progress.steps_in_launch = 1  # it compiles
     line = report_line({**RECORD, "masked_rows": 0}, progress, 8, 0)
     assert "tok/s" not in line and "left" not in line and "masked" not in line
@@ -179,7 +189,7 @@ def test_report_line_fits_with_large_numbers() -> None:
     large = {
         "loss_mean": 12345.6789,
         "grad_norm": 1.2345e17,
-        "masked_rows": 1234,
+        "masked_rows": 12,
         "step_time_ms": 123_456.0,
         "tokens_per_sec": 87_654_321.0,
         "tokens_per_sec_per_device": 12_345.0,
@@ -190,9 +200,21 @@ def test_report_line_fits_with_large_numbers() -> None:
     line = report_line(record, state, 4096, 140 * 2**30)
     assert len(line) <= LINE_WIDTH - TIME_WIDTH
     assert line.startswith(
-        "step 1234567/2000000  loss 12345.6789  lr 1.00e-03  1,234 sequences masked"
+        "step 1234567/2000000  loss 12345.6789  lr 1.00e-03  12 masked  87.7M tok/s"
     )
-    assert line.endswith("87.7M tok/s  131/140 GiB  14 d 6 h left")
+    assert line.endswith("  14d6h left")
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "batch_size"), [(8.0, 16), (20.0, 6), (26.5, None), (70.0, None)]
+)
+def test_empty_gpu_is_advised_a_batch(peak_gib: float, batch_size: int | None) -> None:
+    run = resolved(TrainConfig(), batch=BatchPlan(2, 4, 8), device="cuda")
+    advice = advice_on_memory(run, peak_gib, 79 * 2**30)
+    assert bool(advice) is (batch_size is not None)
+    if advice:
+        assert advice.startswith(f"a step uses {peak_gib:.1f} of 79.0 GiB of the GPU; ")
+        assert f"--batch_size={batch_size} would fit" in advice
 
 
 def test_energy_meter_survives_a_failing_counter() -> None:

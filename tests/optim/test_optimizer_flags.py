@@ -48,11 +48,11 @@ REJECTED = {
     "--optimizer_kwargs=eps=1e-6": "use --adam_eps",
     "--optimizer_kwargs=weight_decay=0": "use --weight_decay",
     "--optimizer_kwargs=fused=false": "adamw must be one of amsgrad; did you mean amsgrad?",
-    "--optimizer=rprop --optimizer_kwargs=etas=2:3": "cannot be built: Invalid eta values",
+    "--optimizer=rprop --optimizer_kwargs=etas=2:3": "etas=2:3 must be a:b with 0 < a < 1 < b",
     "--optimizer=muon --optimizer_kwargs=scale=large": "scale=large must be rms or original",
     "--optimizer=muon --optimizer_kwargs=ns_steps=1e9": "ns_steps=1000000000 must be from 1 to 100",
     "--optimizer=muon --optimizer_kwargs=momentum=1": "momentum=1 must be at least 0 and below 1",
-    "--optimizer=adafactor --optimizer_kwargs=d=0": "beta2_decay must be at most 0",
+    "--optimizer=adafactor --optimizer_kwargs=d=0": "d=0 must be at least 1",
     "--optimizer=torch.optim:SGD --adam_beta2=0.9": "--adam_beta1 has no effect on --optimizer=torch.optim",
 }
 

@@ -129,17 +129,23 @@ def test_milestones_in_tokens_ignore_steps() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (dict(warmup="200"), r"--warmup=200: .*\(at 200 steps\) .* \(at 110\)"),
-        (dict(lr_decay="5"), r"--warmup=10, --lr_decay=5: .* \(at 10 steps\) .* \(at 5\)"),
-        (dict(lr_schedule="wsd", lr_decay="0.95"), r"--lr_decay=0.95: .* \(at 5\)"),
-        (dict(constant_steps=105), r"--constant_steps=105: .* \(at 5\)"),
-        (dict(warmup="9000tokens"), r"\(at 9,000 tokens\) .* \(at 4,400\)"),
+        (dict(warmup="200"), r"--warmup=200: .* 200 steps, .* ends at 110; use --warmup=11, or"),
+        (
+            dict(lr_decay="5"),
+            r"--warmup=10, --lr_decay=5: .* 10 steps, .* ends at 5; use a shorter warmup or decay",
+        ),
+        (dict(lr_schedule="wsd", lr_decay="0.95"), r"--lr_decay=0.95: .* decay begins at 5;"),
+        (dict(constant_steps=105), r"--constant_steps=105: .* decay ends at 5;"),
+        (
+            dict(warmup="9000tokens"),
+            r"takes 9,000 tokens, .* 4,400; use --warmup=440tokens, or a larger",
+        ),
         *(
             (dict(warmup=text), f"--warmup={text} must be a duration")
             for text in ("soon", "1.5", "-3", "1_000_000_000_000_001", "1e99tokens")
         ),
-        (dict(lr_decay="0.0"), r"\(at 10 steps\) .* \(at 0\)"),
-        (dict(lr_decay="1.0tokens"), r"\(at 400 tokens\) .* \(at 1\)"),
+        (dict(lr_decay="0.0"), r"takes 10 steps, .* decay ends at 0"),
+        (dict(lr_decay="1.0tokens"), r"takes 400 tokens, .* decay ends at 1"),
         (dict(warmup="5", warmup_steps=5), "--warmup and --warmup_steps cannot be used together"),
         (dict(min_lr=3.0), "--min_lr=3 must be at most --learning_rate=2"),
         (dict(min_lr=1.0, min_lr_ratio=0.2), "--min_lr and --min_lr_ratio cannot be used together"),

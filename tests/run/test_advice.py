@@ -34,7 +34,7 @@ def test_step_that_hardly_fits_warns_with_advice(
     warning = budget(cuda=110 * 2**30, cpu=2**60).warning(run)
     assert bool(warning) == warns
     if not flags:
-        assert "and 110.0 GiB are available; what would help: --recompute=cheap with " in warning
+        assert "and 110 GiB are available; what would help: --recompute=cheap with " in warning
     assert budget(cuda=190 * 2**30, cpu=2**60).warning(run) == ""
 
 

@@ -14,7 +14,7 @@ import torch
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import ParallelConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
-from fms_fsdp.config.values import counted
+from fms_fsdp.config.values import counted, rounded_bytes
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.plan import plan
@@ -93,7 +93,7 @@ def test_first_recomputation_that_fits_is_chosen(compiled: bool, ops: tuple[str,
         spec = run_of(*flags, available=limit)
         assert spec.config.parallel == first
         told = spec.chosen["recompute"]
-        assert told.startswith("auto chose ") and f"of {limit / 2**30:.1f} GiB per rank" in told
+        assert told.startswith("auto chose ") and f"of {rounded_bytes(limit)} per rank" in told
         assert f"recompute: {told}" in summary(spec)
     spec = run_of(*flags, available=min(sizes) - 1)
     assert spec.config.parallel == order[-1]
@@ -173,7 +173,7 @@ def test_fsdp_replaces_default_hsdp_that_cannot_fit() -> None:
         assert spec.dims.strategy == strategy and spec.config.parallel.sharding_strategy is None
         assert ("sharding_strategy" in spec.chosen) == (strategy == "fsdp")
     told = summary(run_of(variant, ranks=64, available=hsdp - 1))
-    sizes = f"{hsdp / 2**30:.1f} GiB of {(hsdp - 1) / 2**30:.1f} GiB per rank"
+    sizes = f"{rounded_bytes(hsdp)} of {rounded_bytes(hsdp - 1)} per rank"
     assert f"sharding_strategy: fsdp, because hsdp over 8 devices would need {sizes}" in told
     for flag in ("--sharding_strategy=hsdp", "--hsdp_shard_size=4"):  # given flags stay
         assert run_of(variant, flag, ranks=64, available=fsdp).dims.strategy == "hsdp"
@@ -260,7 +260,7 @@ def _choices_of_this_rank() -> dict[str, Any]:
 def test_ranks_choose_by_the_least_memory() -> None:
     first, second = run_ranks(_choices_of_this_rank, 2)
     assert first == second and first["available"] == {"cpu": 600 * 2**20}
-    assert "of 0.6 GiB per rank" in first["recompute"]
+    assert "of 600 MiB per rank" in first["recompute"]
     assert "chose 64 sequences" not in first["batch_size"]
 
 

@@ -30,7 +30,7 @@ def test_dry_run_describes_the_launch(tmp_path: Path, ranks: int) -> None:
     name = parse_flags(TrainConfig, FLAGS).run_name  # `--dry_run` is no part of it
     for words in (
         "flags: --model_variant=tiny",
-        "model: 500,352 parameters",
+        "model: tiny, 500k parameters",
         f"batch: 2 sequences x {counted(max(1, ranks), 'rank')} x 1 accumulation step =",
         "recompute: auto chose none: about ",
         f"run directory: runs/{name}",
