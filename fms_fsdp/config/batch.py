@@ -214,7 +214,9 @@ def plan_batch(
         largest = micro or DEFAULT_BATCH_SIZE
     else:
         total = kept.global_batch_size
-        micro = cfg.micro_batch_size if accum else None  # without `accum` it is only a maximum
+        micro = None  # without `accum` the flag is only a maximum
+        if accum:
+            micro = cfg.micro_batch_size
         largest = cfg.micro_batch_size or kept.batch_size
 
     given = dict[str, int]()
@@ -250,7 +252,9 @@ def _batch_error(total: int, dp_size: int, given: dict[str, int], unit: int, kee
     else:
         rule = f"must be divisible by {unit} (= {factors})"
         below = total // unit * unit
-        valid = [below, below + unit] if below else [unit]
+        valid = [below, below + unit]
+        if not below:
+            valid = [unit]
     values = " or ".join(map(str, valid))
     if keep_name:
         error = (

@@ -81,7 +81,8 @@ class DataConfig:
             yield WithoutEffect(names, *_SYNTHETIC)
 
     def __post_init__(self) -> None:
-        if repeated := sorted({name for name in self.datasets if self.datasets.count(name) > 1}):
+        repeated = sorted({name for name in self.datasets if self.datasets.count(name) > 1})
+        if repeated:
             raise UserError(
                 f"--datasets={joined(self.datasets)} must name each source once; remove the second "
                 f"{', '.join(repeated)}"

@@ -185,7 +185,8 @@ def flag_values(config: Any) -> dict[str, Any]:
     """Returns flat name -> value of every flag."""
     values = {}
     for name, row in flag_table(type(config)).items():
-        values[name] = getattr(getattr(config, row.section) if row.section else config, name)
+        section = getattr(config, row.section) if row.section else config
+        values[name] = getattr(section, name)
     return values
 
 
@@ -273,29 +274,42 @@ def coerce(row: Flag, value: Any) -> Any:
         return None  # `none` can be a choice: --sharding_strategy=none
     if not row.is_list:
         return _coerce_one(row, value)
-    items = value if isinstance(value, list | tuple) else [value]
     if isinstance(value, str):
         items = _split_items(row, value)
-        if any(not (item if row.form.startswith("text") else item.strip()) for item in items):
-            raise UserError(f"--{row.name}={shown(value)} must not have an empty item; write a,b")
+    elif isinstance(value, list | tuple):
+        items = list(value)
+    else:
+        items = [value]
     return tuple(_coerce_one(row, item) for item in items)
 
 
 def _split_items(row: Flag, value: str) -> list[str]:
     """Returns the items of a list; within a text, \\, is a comma, as `typed` writes it."""
-    if not row.form.startswith("text"):
+    if row.form.startswith("text"):
+        items = [part.replace(r"\,", ",") for part in re.split(r"(?<!\\),", value)]
+        is_empty = value == ""
+        has_gap = "" in items
+    else:
         value = value.strip("[]() ")
-        return value.split(",") if value else []
-    parts = re.split(r"(?<!\\),", value) if value else []
-    return [part.replace(r"\,", ",") for part in parts]
+        items = value.split(",")
+        is_empty = value == ""
+        has_gap = any(not item.strip() for item in items)
+    if is_empty:
+        return []
+    if has_gap:
+        raise UserError(f"--{row.name}={shown(value)} must not have an empty item; write a,b")
+    return items
 
 
 def _coerce_one(row: Flag, value: Any) -> Any:
     if not isinstance(value, str | bool | int | float):
         kinds = f"{row.kind.__name__}, not {type(value).__name__}"
         raise UserError(f"--{row.name} must be one value of type {kinds}")
-    text = str(value) if not isinstance(value, bool) else str(value).lower()
-    text = text if row.form.startswith("text") else text.strip()
+    text = str(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    if not row.form.startswith("text"):
+        text = text.strip()
     quoted = f"--{row.name.rstrip('_')}={shown(text)}"
     if row.kind is bool:
         if text.lower() not in _BOOLS:
@@ -303,25 +317,34 @@ def _coerce_one(row: Flag, value: Any) -> Any:
         return _BOOLS[text.lower()]
     if text.lower() in row.words:
         return text.lower()
-    return _coerce_text(row, text, quoted) if row.kind is str else _number(row, text, quoted)
+    if row.kind is str:
+        return _coerce_text(row, text, quoted)
+    return _coerce_number(row, text, quoted)
 
 
-def _number(row: Flag, text: str, quoted: str) -> int | float:
+def _coerce_number(row: Flag, text: str, quoted: str) -> int | float:
     number = parse_int(text) if row.kind is int else parse_float(text)
     if number is None:
         raise UserError(f"{quoted} must be {' or '.join([_EXAMPLES[row.kind], *row.words])}")
-    most = _LARGEST[row.kind] if row.max is None else row.max
-    for bound, is_wrong, rule in (
-        (row.min, row.min is not None and number < row.min, "at least"),
-        (row.above, row.above is not None and number <= row.above, "above"),
-        (row.below, row.below is not None and number >= row.below, "below"),
-        (most, number > most, "at most"),
-        (-most, number < -most, "at least"),
-    ):
-        if is_wrong:
-            form = "," if isinstance(bound, int) else "g"
-            raise UserError(f"{quoted} must be {rule} {bound:{form}}")
+    largest = _LARGEST[row.kind] if row.max is None else row.max
+    rule = ""
+    if row.min is not None and number < row.min:
+        rule = f"at least {_bound(row.min)}"
+    elif row.above is not None and number <= row.above:
+        rule = f"above {_bound(row.above)}"
+    elif row.below is not None and number >= row.below:
+        rule = f"below {_bound(row.below)}"
+    elif number > largest:
+        rule = f"at most {_bound(largest)}"
+    elif number < -largest:
+        rule = f"at least {_bound(-largest)}"
+    if rule:
+        raise UserError(f"{quoted} must be {rule}")
     return number
+
+
+def _bound(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
 def _coerce_text(row: Flag, text: str, quoted: str) -> str:
@@ -331,7 +354,8 @@ def _coerce_text(row: Flag, text: str, quoted: str) -> str:
             f"{quoted} must be text in the encoding of the locale ({sys.getfilesystemencoding()}); set "
             "LC_ALL=C.UTF-8, or rename what it names"
         )
-    if _CONTROLS.search(text) if is_verbatim else not text.isprintable():
+    is_clean = not _CONTROLS.search(text) if is_verbatim else text.isprintable()
+    if not is_clean:
         raise UserError(f"{quoted} must not contain control characters; remove them")
     if len(text) > _MAX_TEXT:
         raise UserError(f"{quoted} must have at most {_MAX_TEXT} characters; shorten it")
@@ -341,8 +365,10 @@ def _coerce_text(row: Flag, text: str, quoted: str) -> str:
         text = row.aliases.get(text.lower(), text).lower()
         if text not in row.choices:
             raise UserError(f"{quoted} {must_be_one_of(row.choices, text, cutoff=0.4)}")
-    elif row.form in _PATTERNS and not re.fullmatch(_PATTERNS[row.form][0], text):
-        raise UserError(f"{quoted} {_PATTERNS[row.form][1]}")
+    elif row.form in _PATTERNS:
+        pattern, rule = _PATTERNS[row.form]
+        if not re.fullmatch(pattern, text):
+            raise UserError(f"{quoted} {rule}")
     if row.form in ("path", "text or file"):
         text = _expand_path(text, quoted, may_be_text=row.form != "path")
     if row.parse is not None:
@@ -353,8 +379,10 @@ def _coerce_text(row: Flag, text: str, quoted: str) -> str:
 def _expand_path(text: str, quoted: str, *, may_be_text: bool) -> str:
     """Returns a path with `~` expanded; an address such as s3://… is unchanged."""
     expanded = os.path.expanduser(text)
+    if may_be_text and not os.path.isfile(expanded):
+        return text
     if may_be_text:
-        return expanded if os.path.isfile(expanded) else text
+        return expanded
     if "://" in text:
         return text
     variable = re.search(r"\$\w+|\$\{\w+\}", text)

@@ -19,12 +19,19 @@ class Duration(NamedTuple):
 
 def parse_duration(flag: str, text: str) -> Duration:
     """Parses `2000`, `0.05`, `216320samples` or `10Btokens`; a decimal below 1 is a fraction."""
-    match = re.fullmatch(r"(.*?) ?(steps|samples|tokens|)", text.strip().lower())
-    number, unit = (match[1], match[2]) if match else ("", "")
-    fraction = parse_number(number) if "." in number and not unit else None
-    if fraction is not None and 0 < fraction < 1:
-        return Duration(fraction, "fraction")
-    if (integer := parse_int(number)) is None or not 0 <= integer <= 10**15:
+    digits = text.strip().lower()
+    unit = ""
+    for each in ("steps", "samples", "tokens"):
+        if digits.endswith(each):
+            digits = digits.removesuffix(each).removesuffix(" ")
+            unit = each
+            break
+    if "." in digits and not unit:
+        fraction = parse_number(digits)
+        if fraction is not None and 0 < fraction < 1:
+            return Duration(fraction, "fraction")
+    integer = parse_int(digits)
+    if integer is None or not 0 <= integer <= 10**15:
         raise UserError(
             f"--{flag}={shown(text)} must be a duration: steps (2000), a fraction of the run "
             "below 1 (0.05), samples (216320samples) or tokens (10Btokens)"
@@ -37,13 +44,12 @@ def parse_skips(flag: str, text: str) -> list[tuple[int, int]]:
     ranges = []
     for item in filter(None, text.replace(" ", "").split(",")):
         match = re.fullmatch(r"(\d{1,15}):(\d{1,15})", item)
-        a, b = (int(match[1]), int(match[2])) if match else (0, 0)
-        if not 1 <= a < b:
+        if match is None or not 1 <= int(match[1]) < int(match[2]):
             raise UserError(
                 f"--{flag}={shown(item)} must be a:b with 1 <= a < b, the steps a to b - 1; "
                 "write 100:120"
             )
-        ranges.append((a, b))
+        ranges.append((int(match[1]), int(match[2])))
     return ranges
 
 
@@ -55,8 +61,11 @@ class StepRange(NamedTuple):
     every: int
 
     def holds(self, step: int) -> bool:
-        is_inside = self.first <= step and (self.last is None or step <= self.last)
-        return is_inside and step % self.every == 0
+        if step < self.first:
+            return False
+        if self.last is not None and step > self.last:
+            return False
+        return step % self.every == 0
 
 
 def parse_ranges(flag: str, text: str) -> list[StepRange]:
@@ -64,8 +73,12 @@ def parse_ranges(flag: str, text: str) -> list[StepRange]:
     ranges = []
     for item in filter(None, text.replace(" ", "").split(",")):
         match = re.fullmatch(r"(\d{1,15})-(\d{1,15})?(?::0*([1-9]\d{0,14}))?", item)
-        first, last = (match and int(match[1])) or 0, int(match[2]) if match and match[2] else None
-        if match is None or (last is not None and last < max(1, first)):
+        is_valid = match is not None
+        if match is not None:
+            first = int(match[1])
+            last = int(match[2]) if match[2] else None
+            is_valid = last is None or last >= max(1, first)
+        if match is None or not is_valid:
             raise UserError(
                 f"--{flag}={shown(item)} must be FIRST-LAST:EVERY, where LAST and EVERY are "
                 "optional; write 1-1000:100 or 20000-"
@@ -77,7 +90,9 @@ def parse_ranges(flag: str, text: str) -> list[StepRange]:
 def parse_named_interval(flag: str, text: str) -> tuple[str, int]:
     """Parses `*_ms@100`: names, and the minimum number of steps between two of their records."""
     names, at, digits = text.partition("@")
-    every = parse_int(digits) if at else 1
+    every: int | None = 1
+    if at:
+        every = parse_int(digits)
     if not names or every is None or not 1 <= every <= 10**15:
         raise UserError(
             f"--{flag}={shown(text)} must be NAMES or NAMES@STEPS; write *_ms or *_ms@100"
@@ -88,7 +103,9 @@ def parse_named_interval(flag: str, text: str) -> tuple[str, int]:
 def parse_block_fraction(flag: str, text: str) -> Fraction:
     """Parses a fraction of the blocks in (0, 1]: `1`, `1/2`, `0.33` or `every:k`."""
     quoted = f"--{flag}={shown(text)}"
-    above, _, below = (f"1/{text[6:]}" if text.startswith("every:") else text).partition("/")
+    if text.startswith("every:"):
+        text = f"1/{text.removeprefix('every:')}"
+    above, _, below = text.partition("/")
     dividend = parse_number(above)
     divisor = parse_number(below or "1")
     if dividend is None or not divisor:
@@ -98,7 +115,9 @@ def parse_block_fraction(flag: str, text: str) -> Fraction:
         fix = f"for one block in {fraction} write 1/{fraction} or every:{fraction}"
         raise UserError(f"{quoted} must be at most 1; {fix}")
     if not Fraction(1, 10**6) <= fraction <= 1:
-        fix = "; to recompute none use --fsdp_activation_checkpointing=False" * (fraction == 0)
+        fix = ""
+        if fraction == 0:
+            fix = "; to recompute none use --fsdp_activation_checkpointing=False"
         raise UserError(f"{quoted} must be above 0 and at most 1{fix}")
     return fraction
 

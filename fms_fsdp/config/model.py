@@ -119,11 +119,18 @@ class ModelConfig:
     def name(self) -> str:
         """The variant, or the name of the folder that the shape comes from."""
         path = Path(self.init_from_hf or self.hf_config)
-        return (path.parent.name if path.suffix == ".json" else path.name) or self.model_variant
+        if path.suffix == ".json":
+            path = path.parent
+        return path.name or self.model_variant
 
     @property
     def name_and_sizes(self) -> str:
         """The name, with the sizes that flags set."""
-        sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")
-        given = [f"{size} {v:,}" for size in sizes if (v := getattr(self, size)) is not None]
-        return " with ".join(filter(None, (self.name, ", ".join(given))))
+        sizes = []
+        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"):
+            size = getattr(self, name)
+            if size is not None:
+                sizes.append(f"{name} {size:,}")
+        if not sizes:
+            return self.name
+        return f"{self.name} with {', '.join(sizes)}"

@@ -100,17 +100,22 @@ class OptimConfig:
 
     def durations(self) -> dict[str, str]:
         """Returns the flags that hold a duration and are set."""
-        steps = None if self.warmup_steps is None else str(self.warmup_steps)
-        found = {
-            "warmup": self.warmup or steps,
-            "lr_decay": self.lr_decay,
-            "lr_step_size": self.lr_step_size,
-        }
-        return {name: text for name, text in found.items() if text is not None}
+        durations = dict[str, str]()
+        if self.warmup:
+            durations["warmup"] = self.warmup
+        elif self.warmup_steps is not None:
+            durations["warmup"] = str(self.warmup_steps)
+        if self.lr_decay is not None:
+            durations["lr_decay"] = self.lr_decay
+        if self.lr_step_size is not None:
+            durations["lr_step_size"] = self.lr_step_size
+        return durations
 
     @property
     def min_ratio(self) -> float:
         """The minimum learning rate as a fraction of the peak."""
         if self.min_lr is None:
             return self.min_lr_ratio
-        return self.min_lr / self.learning_rate if self.learning_rate else 0.0
+        if not self.learning_rate:
+            return 0.0
+        return self.min_lr / self.learning_rate

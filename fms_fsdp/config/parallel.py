@@ -137,7 +137,8 @@ class ParallelConfig:
         for name, implied in self.implied().items():
             if getattr(self, name) not in (None, implied):
                 cause = f"--sharding_strategy={self.sharding_strategy}"
-                cause = f"--pp_size={self.pp_size}" if self.pp_size > 1 else cause
+                if self.pp_size > 1:
+                    cause = f"--pp_size={self.pp_size}"
                 raise UserError(
                     f"--{name}={not implied} is not supported with {cause}, which implies "
                     f"{implied}; remove --{name}"
@@ -163,7 +164,9 @@ class ParallelConfig:
     @property
     def recomputes(self) -> str:
         """The value of `recompute`, which has a second name; `auto` until memory is known."""
-        return self.recompute or ("blocks" if self.fsdp_activation_checkpointing else "none")
+        if self.recompute:
+            return self.recompute
+        return "blocks" if self.fsdp_activation_checkpointing else "none"
 
     def kept_ops(self, seq_length: int = 0) -> tuple[str, ...]:
         """Returns the results that blocks keep with --recompute=ops at this sequence length.

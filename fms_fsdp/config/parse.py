@@ -97,11 +97,15 @@ def parse(config_type: type[C], argv: Sequence[str], usage: str = TRAINING) -> P
 def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
     table = flag_table(config_type)
     command = usage.rpartition(" ")[2]
-    outside = _FILES | ({"dry_run": _DRY_RUN} if config_type is TrainConfig else {})
+    outside = dict(_FILES)
+    if config_type is TrainConfig:
+        outside["dry_run"] = _DRY_RUN
     texts = _split(argv, {**table, **outside})
-    if asked := texts.get("help", texts.get("h")):
+    asked = texts.get("help", texts.get("h"))
+    if asked:
         print_and_end(help_text(config_type, usage, every="all" in asked))
-    if unknown := [name for name in texts if name not in table and name not in outside]:
+    unknown = [name for name in texts if name not in table and name not in outside]
+    if unknown:
         raise UserError(". ".join(_unknown(f"--{name}", name, table, command) for name in unknown))
     given = {name: coerce(outside[name], texts.pop(name)) for name in outside if name in texts}
     files = given.get("config", "")
@@ -111,10 +115,11 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
             f"--config_dir={shown(folder)} has no effect without --config; remove --config_dir or "
             "set --config=NAME"
         )
-    layers: list[tuple[str, Mapping[str, Any]]] = []
-    for name in files.split(",") if files else ():
-        path = _find_file(coerce(_FILES["config"], name), folder)
-        layers.append((str(path), _read_file(path, table, command)))
+    layers: list[tuple[str, Mapping[str, Any]]] = []  # origin, values; a later one wins
+    if files:
+        for name in files.split(","):
+            path = _find_file(coerce(_FILES["config"], name), folder)
+            layers.append((str(path), _read_file(path, table, command)))
     values = dict[str, Any]()
     origins = dict[str, str]()
     overridden = list[str]()
@@ -126,13 +131,15 @@ def _parse(config_type: type[C], argv: Sequence[str], usage: str) -> Parsed[C]:
         for name, value in layer.items():
             if name in values:
                 overridden.append(f"{name}: {by} replaces {origins[name]}")
-            values[name], origins[name] = value, origin
+            values[name] = value
+            origins[name] = origin
     for name, value in values.items():
         try:
             values[name] = coerce(table[name], value)
         except UserError as error:
-            is_typed = origins[name] == "flag"
-            raise error if is_typed else UserError(f"{origins[name]}: {error}") from None
+            if origins[name] == "flag":
+                raise
+            raise UserError(f"{origins[name]}: {error}") from None
     notes = list(_omit_sources(values))
     config = build_config(config_type, values)
     for row, text, others in unused_flags(config):
@@ -171,7 +178,9 @@ def _is_set(value: Any) -> bool:
 
 def _items(value: Any) -> str:
     """Returns a value, or the items of a list, as the command line takes them."""
-    return typed(tuple(value) if isinstance(value, list) else value).lower()
+    if isinstance(value, list):
+        value = tuple(value)
+    return typed(value).lower()
 
 
 def flag_texts(config_type: type[Any], argv: Sequence[str]) -> dict[str, str]:
@@ -184,8 +193,10 @@ def flag_texts(config_type: type[Any], argv: Sequence[str]) -> dict[str, str]:
 
 
 def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
-    """Returns name -> text of `--name=text`, `--name text`, `--switch` and `--noswitch`; with `--help`
-    of that alone."""
+    """Returns name -> text of `--name=text`, `--name text`, `--switch` and `--noswitch`.
+
+    With `--help` the result has that alone.
+    """
     given = dict[str, tuple[str, Any]]()
     texts = dict[str, str]()
     for argument, following in pairwise([*argv, "--"]):
@@ -199,14 +210,16 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
         if is_bare and name not in table and name.removeprefix("no") in table:
             name = name.removeprefix("no")
             text = "False"
+        elif is_bare:
+            text = "True"
         elif not equals:
-            text = "True" if is_bare else following
+            text = following
         row = table.get(name)
         if is_bare and row is not None and row.kind is not bool:
             raise UserError(
                 f"--{name} requires a value; write --{name}=VALUE (--help=all explains the flag)"
             )
-        value = coerce(row, text) if row is not None else text
+        value = text if row is None else coerce(row, text)
         first_text, first = given.setdefault(name, (text, value))
         if value != first:
             raise UserError(
@@ -215,18 +228,20 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
 
     if not argv:
         return texts
-    if asked := given.keys() & {"help", "h"}:
+    asked = given.keys() & {"help", "h"}
+    if asked:
         return {name: given[name][0] for name in asked}
     import fire  # a third of the time of `--help`
 
     @fire.decorators.SetParseFn(str)  # type: ignore[untyped-decorator]
     def collect(*strays: str, **named: str) -> None:
         texts.update({_field_name(name, table): text for name, text in named.items()})
-        positional = next((row.name for row in table.values() if row.positional), None)
-        if strays and positional is None:
+        if not strays:
+            return
+        positional = [row.name for row in table.values() if row.positional]
+        if not positional:
             raise UserError(f"{shown(strays[0])} is not a flag; write --name=value")
-        if strays and positional:
-            texts.setdefault(positional, ",".join(strays))
+        texts.setdefault(positional[0], ",".join(strays))
 
     fire.Fire(collect, command=list(argv), name="flags")
     return texts
@@ -235,21 +250,25 @@ def _split(argv: Sequence[str], table: Mapping[str, Flag]) -> dict[str, str]:
 def _field_name(name: str, table: Mapping[str, Flag]) -> str:
     """Returns the name of a flag; the field of a Python keyword such as `from` ends with `_`."""
     name = name.replace("-", "_")
-    return f"{name}_" if f"{name}_" in table else name
+    if f"{name}_" in table:
+        return f"{name}_"
+    return name
 
 
 def _omit_sources(values: dict[str, Any]) -> Iterator[str]:
     """Removes the sources of weight 0 from `values`, and yields a note for each."""
     names = values.get("datasets", ())
     weights = values.get("weights", ())
-    if names and len(names) == len(weights) and any(weights):
-        used = [pair for pair in zip(names, weights, strict=True) if pair[1]]
-        values["datasets"], values["weights"] = (
-            tuple(column) for column in zip(*used, strict=True)
-        )
-        for name in names:
-            if name not in values["datasets"]:
-                yield f"source {name} is not read, because its weight is 0"
+    if not names or len(names) != len(weights) or not any(weights):
+        return
+    used = {name: weight for name, weight in zip(names, weights, strict=True) if weight}
+    if len(used) < sum(map(bool, weights)):  # a source is named twice, which is an error later
+        return
+    values["datasets"] = tuple(used)
+    values["weights"] = tuple(used.values())
+    for name in names:
+        if name not in used:
+            yield f"source {name} is not read, because its weight is 0"
 
 
 def _unknown(quoted: str, name: str, table: Mapping[str, Flag], command: str) -> str:
@@ -257,23 +276,34 @@ def _unknown(quoted: str, name: str, table: Mapping[str, Flag], command: str) ->
 
     The command's own flags come before training flags and names of other programs.
     """
-    here = shown(quoted)
+    return f"{shown(quoted)} is not a flag{_hint_for(name, table, command)}"
+
+
+def _hint_for(name: str, table: Mapping[str, Flag], command: str) -> str:
     content = other_programs()
-    own = table.keys() - flag_table(TrainConfig).keys()
     is_training = "learning_rate" in table
-    removed = content["removed"]
-    answers = (removed["train"] if is_training else {}) | removed.get(command, {})
-    hint = by_name(answers).get(name, "")
-    hint = hint and f"; {hint}"
-    hint = hint or did_you_mean(sorted(own), name, mark="--")
-    if not hint and is_training:
+    answers = dict[str, str]()
+    if is_training:
+        answers |= content["removed"]["train"]
+    answers |= content["removed"].get(command, {})
+    answer = by_name(answers).get(name)
+    if answer:
+        return f"; {answer}"
+
+    own = table.keys() - flag_table(TrainConfig).keys()
+    similar = did_you_mean(sorted(own), name, mark="--")
+    if similar:
+        return similar
+
+    if is_training:
         answer = answers_for_others().get(name.rpartition(".")[2])
-        hint = f"; {answer}" if answer else ""
-    if not hint and not is_training:
-        flag = by_name(content["tools"]).get(name, "")
-        hint = f"; write --{flag}" if flag in table else ""
-    hint = hint or did_you_mean(table, name, mark="--")
-    return f"{here} is not a flag{hint or '; --help=all lists all flags'}"
+        if answer:
+            return f"; {answer}"
+    else:
+        flag = by_name(content["tools"]).get(name)
+        if flag in table:
+            return f"; write --{flag}"
+    return did_you_mean(table, name, mark="--") or "; --help=all lists all flags"
 
 
 def _find_file(name: str, folder: str) -> Path:
@@ -287,7 +317,9 @@ def _find_file(name: str, folder: str) -> Path:
                 f"--config={shown(name)} cannot be read: {error.strerror}; choose another file"
             ) from None
     presets = ", ".join(sorted(path.stem for path in PRESETS.glob("*.toml")))
-    where = f" in {shown(folder)}" if folder else ""
+    where = ""
+    if folder:
+        where = f" in {shown(folder)}"
     raise UserError(
         f"--config={shown(name)} is not a file{where}; use a file or a preset: {presets}"
     )
@@ -331,9 +363,11 @@ def _read_file(path: Path, table: Mapping[str, Flag], command: str) -> dict[str,
 def _entries(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yields section, name and value of each flag; the section is "" outside tables."""
     for key, value in content.items():
-        section, flags = (key, value) if isinstance(value, dict) else ("", {key: value})
-        for name, inner in flags.items():
-            yield section, name.replace("-", "_"), inner
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield key, name.replace("-", "_"), inner
+        else:
+            yield "", key.replace("-", "_"), value
 
 
 def rows_by_section(config_type: type[Any]) -> Iterator[tuple[str, list[Flag]]]:
@@ -350,18 +384,25 @@ def value_name(row: Flag) -> str:
         name = "PATH" if row.form == "path" else "TEXT"
     else:
         name = row.kind.__name__.upper()
-    words = "".join(f"|{word}" for word in row.words)
-    return f"{name}{words}{',…' if row.is_list else ''}"
+    for word in row.words:
+        name += f"|{word}"
+    if row.is_list:
+        name += ",…"
+    return name
 
 
 def shown_value(value: Any) -> str:
     """Returns a value for people; "none" for an empty text or list."""
-    return "none" if value is None else typed(value) or "none"
+    if value is None:
+        return "none"
+    return typed(value) or "none"
 
 
 def describe_changes(parsed: Parsed[Any]) -> str:
-    """Returns the values that are not defaults as flags, which a shell can read: \\ ends a line that
-    continues."""
+    """Returns the values that are not defaults as flags, which a shell can read.
+
+    \\ ends a line that continues.
+    """
     changed = non_defaults(parsed.config).items()
     lines = ["flags:"]
     for name, value in changed:
@@ -409,7 +450,8 @@ def help_text(config_type: type[Any], usage: str, *, every: bool, width: int | N
             f"  {usage} --model_variant=tiny --use_dummy_dataset=True --num_steps=20",
             "  torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=/data\n",
         ]
-    if examples := getattr(config_type, "examples", ()):
+    examples = getattr(config_type, "examples", ())
+    if examples:
         lines += ["\nexamples:", *(f"  {usage} {example}" for example in examples)]
     is_short = not every and "learning_rate" in flag_table(config_type)
     texts = help_texts(config_type)
@@ -468,4 +510,6 @@ def split_default(row: Flag, text: str) -> tuple[str, str]:
 
 def needs_note(row: Flag) -> str:
     """Returns the condition under which a flag has no effect, in brackets, or ""."""
-    return f" (no effect {unmet(row)})" if row.needs else ""
+    if not row.needs:
+        return ""
+    return f" (no effect {unmet(row)})"

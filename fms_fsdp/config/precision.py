@@ -57,12 +57,20 @@ class Precision:
         """A summary for the log."""
         if self == Precision(reduce=self.reduce):
             return "fp32"
-        moments = f", {self.state} moments" if self.is_rounded else ""
-        rounding = "" if self.stochastic_rounding or not self.is_rounded else ", rounded to nearest"
-        float8 = f"float8 matmuls scaled by {self.float8}, " if self.float8 else ""
-        weights = "fp32 master" if self.weights == "fp32" else self.weights
-        copies = " on stochastically rounded copies" if self.rounded_copy else ""
-        return f"{float8}{self.compute} compute{copies}, {weights} weights{moments}{rounding}"
+        compute = f"{self.compute} compute"
+        if self.rounded_copy:
+            compute += " on stochastically rounded copies"
+        weights = "fp32 master weights"
+        if self.weights != "fp32":
+            weights = f"{self.weights} weights"
+        parts = [compute, weights]
+        if self.float8:
+            parts.insert(0, f"float8 matmuls scaled by {self.float8}")
+        if self.is_rounded:
+            parts.append(f"{self.state} moments")
+            if not self.stochastic_rounding:
+                parts.append("rounded to nearest")
+        return ", ".join(parts)
 
 
 FP32 = Precision()
@@ -146,22 +154,32 @@ class PrecisionConfig:
     @property
     def named(self) -> str | None:
         """The `precision` that one of three flags names; None if the hardware decides."""
-        return self.precision or self.alias or ("bf16" if self.param_dtype == "bf16" else None)
+        if self.precision:
+            return self.precision
+        if self.alias is not None:
+            return self.alias
+        if self.param_dtype == "bf16":
+            return "bf16"
+        return None
 
     @property
     def weights(self) -> str:
         """The dtype of the weights that the optimizer updates."""
-        return self.param_dtype or ("bf16" if self.named == "bf16_pure" else "fp32")
+        if self.param_dtype:
+            return self.param_dtype
+        return "bf16" if self.named == "bf16_pure" else "fp32"
 
     def resolve(self, name: str) -> Precision:
         """Returns the dtypes that the flags give if `precision` is `name`."""
-        is_pure = name == "bf16_pure"
+        state = self.optimizer_state_dtype
+        if not state:
+            state = "bf16" if name == "bf16_pure" else "fp32"
         return Precision(
             compute=name if name in NUM_BYTES else "bf16",
             weights=self.weights,
             gradients=self.grad_accum_dtype or self.weights,
             reduce=self.reduce_dtype,
-            state=self.optimizer_state_dtype or ("bf16" if is_pure else "fp32"),
+            state=state,
             stochastic_rounding=self.stochastic_rounding,
             float8=self.float8_scaling if name == "float8" else "",
             rounded_copy=name == "bf16_mixed_sr",

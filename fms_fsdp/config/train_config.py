@@ -150,9 +150,8 @@ def check_removed(name: str, value: Any) -> bool:
 @cache
 def other_programs() -> dict[str, dict[str, Any]]:
     """Returns the tables of other_programs.toml: flags of other programs, and flags that were removed."""
-    return tomllib.loads(
-        (Path(__file__).parent / "other_programs.toml").read_text(encoding="utf-8")
-    )
+    path = Path(__file__).parent / "other_programs.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def answers_for_others() -> dict[str, str]:
@@ -161,11 +160,17 @@ def answers_for_others() -> dict[str, str]:
     flags = dict[str, set[str]]()
     for program in content["programs"].values():
         for flag, keys in program.get("flags", {}).items():
-            for key in [keys] if isinstance(keys, str) else keys:
+            if isinstance(keys, str):
+                keys = [keys]
+            for key in keys:
                 name = key.partition(" ")[0].rpartition(".")[2]
                 flags.setdefault(name, set()).add(flag)
-    theirs = {name: f"--{flag}" for name, (flag, *more) in flags.items() if not more}
-    theirs = {name: flag for name, flag in theirs.items() if not flag.startswith("--_")}
+    theirs = dict[str, str]()
+    for name, meanings in flags.items():
+        if len(meanings) == 1:  # programs do not use the name for different things
+            (flag,) = meanings
+            if not flag.startswith("_"):  # a value in between, of `translate`
+                theirs[name] = f"--{flag}"
     theirs |= by_name(content["here"])
     answers = {name: f"write {flag}" for name, flag in theirs.items()}
     answers |= by_name(content["gone"])

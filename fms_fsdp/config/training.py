@@ -100,12 +100,13 @@ class TrainingConfig:
 
     @property
     def rampup(self) -> tuple[int, ...]:
-        """Start, increment and samples of the ramp, and the multiple of its batches if that is not
-        1; () without a ramp."""
-        is_rounded = self.rampup_batch_size and self.rampup_round > 1
-        return (
-            (*self.rampup_batch_size, self.rampup_round) if is_rounded else self.rampup_batch_size
-        )
+        """Start, increment and samples of the ramp; () without one.
+
+        A fourth number is the multiple of its batches, if that is not 1.
+        """
+        if self.rampup_batch_size and self.rampup_round > 1:
+            return (*self.rampup_batch_size, self.rampup_round)
+        return self.rampup_batch_size
 
     def epochs(self) -> tuple[str, float] | None:
         """Returns the source of `num_epochs` ("" for all) and the number, or None if not set."""

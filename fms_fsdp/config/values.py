@@ -10,7 +10,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_MAX_DIGITS, _MAX_SHOWN = 64, 200  # characters
+_MAX_DIGITS = 64  # characters of a number
+_MAX_SHOWN = 200  # characters of a text in a message
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SUFFIXES |= {"": 1, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -30,17 +31,24 @@ def parse_number(text: str) -> Fraction | None:
 def parse_int(text: str) -> int | None:
     """Returns the exact integer of 4096, 5_000_000, 4k, 2M, 1.5B, 4Ki or 1e6, or None."""
     match = re.fullmatch(r"(.*?)(ki|mi|gi|[kmbt]?)", text, re.IGNORECASE)
-    number = parse_number(match[1]) if match is not None else None
-    if match is None or number is None:
+    if match is None:
         return None
-    number *= _SUFFIXES[match[2].lower()]
-    return int(number) if number.denominator == 1 else None
+    digits, suffix = match.groups()
+    number = parse_number(digits)
+    if number is None:
+        return None
+    number *= _SUFFIXES[suffix.lower()]
+    if number.denominator != 1:
+        return None
+    return int(number)
 
 
 def parse_float(text: str) -> float | None:
     """Returns a finite number, or None."""
+    if len(text) > _MAX_DIGITS:
+        return None
     try:
-        number = float(text) if len(text) <= _MAX_DIGITS else math.nan
+        number = float(text)
     except ValueError:
         return None
     return number if math.isfinite(number) else None
@@ -48,25 +56,35 @@ def parse_float(text: str) -> float | None:
 
 def one_line(text: str) -> str:
     """Joins lines and escapes control characters, which could forge lines of a log."""
-    text = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    characters = []
+    for character in " ".join(text.split()):
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def shown(text: str) -> str:
     """Returns a text as messages quote it: on one line, cut after 200 characters."""
     text = one_line(text[: _MAX_SHOWN + 1])
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+    if len(text) > _MAX_SHOWN:
+        return text[:_MAX_SHOWN] + "…"
+    return text
 
 
 def counted(number: int, noun: str) -> str:
     """Returns "1 rank" or "1,024 ranks"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    ending = "" if number == 1 else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def joined(values: Any) -> str:
     """Returns a value, or the values of a list, as messages quote them."""
-    items = values if isinstance(values, list | tuple) else [values]
-    return ",".join(f"{value:g}" if isinstance(value, float) else str(value) for value in items)
+    if isinstance(values, list | tuple):
+        return ",".join(map(joined, values))
+    if isinstance(values, float):
+        return f"{values:g}"
+    return str(values)
 
 
 def typed(value: Any) -> str:
@@ -82,8 +100,9 @@ def short(value: float, digits: int = 6) -> str:
         if abs(value) >= size:
             return f"{value / size:.{digits}g}{letter}"
     power = math.floor(math.log10(abs(value))) if value else 0
-    is_tiny = -300 < power < -3
-    return f"{value / 10.0**power:.{digits}g}e{power}" if is_tiny else f"{value:.{digits}g}"
+    if -300 < power < -3:
+        return f"{value / 10.0**power:.{digits}g}e{power}"
+    return f"{value:.{digits}g}"
 
 
 def plain(value: float, digits: int = 3) -> str:
@@ -106,21 +125,23 @@ def rounded_bytes(num_bytes: float) -> str:
 
 
 def did_you_mean(known: Iterable[str], word: str, *, cutoff: float = 0.75, mark: str = "") -> str:
-    """Returns a hint with the known words that extend `word` or that it extends, else with the most
-    similar one; "" if no word is similar enough.
+    """Returns a hint with the words that are probably meant; "" if no known word is similar enough.
 
-    `mark` is printed before each word.
+    These are the known words that extend `word` or that it extends, if there are up to three, else the
+    most similar one. `mark` is printed before each.
     """
     known = list(known)
     word = word[:100]
-    near = [
-        each
-        for each in known
-        if min(len(each), len(word)) >= 3 and (each.startswith(word) or word.startswith(each))
-    ]
+    near = []
+    for each in known:
+        is_extension = each.startswith(word) or word.startswith(each)
+        if is_extension and min(len(each), len(word)) >= 3:
+            near.append(each)
     if not 1 <= len(near) <= 3:
         near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f"; did you mean {' or '.join(mark + each for each in near)}?" if near else ""
+    if not near:
+        return ""
+    return f"; did you mean {' or '.join(mark + each for each in near)}?"
 
 
 def must_be_one_of(known: Sequence[str], word: str, *, cutoff: float) -> str:
