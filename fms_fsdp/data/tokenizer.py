@@ -169,7 +169,8 @@ def unk_warnings(files: Files, sources: Iterable[str]) -> list[str]:
         }
     except (ValueError, OSError, KeyError, TypeError, RecursionError):
         return []  # not written by this program
-    return [text for name, each in fractions.items() if (text := unk_warning(name, each))]
+    warnings = [unk_warning(name, fraction) for name, fraction in fractions.items()]
+    return [warning for warning in warnings if warning]
 
 
 def folder_tokenizer(name: str, digest: str, root: str) -> UsedTokenizer:

@@ -134,24 +134,39 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
     Raises:
         UserError: options or inputs are not valid, or the output was made from other inputs.
     """
-    sources = [
-        _find_source(config, name, paths) for name, paths in parse_input(config.input).items()
-    ]
+    named = parse_input(config.input)
+    sources = [_find_source(config, name, paths) for name, paths in named.items()]
     with lock_output(config.folder):
         vocabulary = _choose_tokenizer(config, sources)
         tokenizer = vocabulary.kept_in(config.folder)
-        bos_id = load_tokenizer(tokenizer).token_id(config.bos_token) if config.bos_token else None
-        if config.bos_token and bos_id is None:
-            raise UserError(
-                f"--bos_token={config.bos_token} is not a token of the tokenizer; use another"
-            )
-        lengths = config.min_tokens, config.max_tokens
-        eos = vocabulary.eos_token
-        reader = TextReader(config.form, tokenizer, eos, config.append_eos, *lengths, bos_id)
-        stored = config.append_eos, bool(config.prompt_key), bos_id
-        info = ShardInfo(vocabulary.size, vocabulary.eos_id, vocabulary.digest, *stored)
-        limits = config.shard_tokens, config.max_bad_lines, config.dedup
-        return make_shards(config, sources, ShardSettings(reader, info, config.split, *limits))
+        bos_id = None
+        if config.bos_token:
+            bos_id = load_tokenizer(tokenizer).token_id(config.bos_token)
+            if bos_id is None:
+                raise UserError(
+                    f"--bos_token={config.bos_token} is not a token of the tokenizer; use another"
+                )
+        reader = TextReader(
+            config.form,
+            tokenizer,
+            vocabulary.eos_token,
+            config.append_eos,
+            config.min_tokens,
+            config.max_tokens,
+            bos_id,
+        )
+        info = ShardInfo(
+            vocabulary.size,
+            vocabulary.eos_id,
+            vocabulary.digest,
+            has_eos=config.append_eos,
+            has_masks=bool(config.prompt_key),
+            bos_id=bos_id,
+        )
+        settings = ShardSettings(
+            reader, info, config.split, config.shard_tokens, config.max_bad_lines, config.dedup
+        )
+        return make_shards(config, sources, settings)
 
 
 def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> PreparedSource:
@@ -179,14 +194,19 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     """
     output = config.folder
     path = output / "meta" / "tokenizer.json"
-    known, trained_on = (
-        parse_description(path.read_bytes(), str(path)) if path.is_file() else (None, None)
-    )
+    known = None  # the tokenizer of the output
+    trained_on = None
+    if path.is_file():
+        known, trained_on = parse_description(path.read_bytes(), str(path))
     training: dict[str, Any] | None = None
     if config.train_tokenizer:
         training = {name: getattr(config, name) for name in _TRAINING_OPTIONS.split()}
         training["inputs"] = {source.name: source.inputs_digest for source in sources}
-    is_known = known is not None and (trained_on == training if training else not config.tokenizer)
+    is_known = False
+    if known is not None and training:
+        is_known = trained_on == training
+    elif known is not None:
+        is_known = not config.tokenizer
     if known is not None and is_known:
         tokenizer = load_tokenizer(known.kept_in(output), config.eos_token or known.eos_token)
         if tokenizer.vocabulary.digest != known.digest:
@@ -224,18 +244,22 @@ def _plan(
 ) -> dict[str, Any]:
     """Returns everything that the shards of a source depend on, in the types that JSON reads back."""
     is_later_layout = any(file_format(file.path) in ("json", "arrow") for file in source.files)
-    return {
+    plan: dict[str, Any] = {
         "layout": _LAYOUT_VERSION + is_later_layout,
         "inputs": source.inputs_digest,
         "tokenizer_digest": vocabulary.digest,
         "eos_id": vocabulary.eos_id,
         "split": [ratio / sum(config.split) for ratio in config.split],
-        **{name: getattr(config, name) for name in _SHARD_OPTIONS.split()},
-        **{name: value for name in ("prompt_key", "bos_token") if (value := getattr(config, name))},
-        "dedup_over": [f"{other.name}:{other.inputs_digest}" for other in sources]
-        if config.dedup
-        else [],
+        "dedup_over": [],
     }
+    for name in _SHARD_OPTIONS.split():
+        plan[name] = getattr(config, name)
+    for name in ("prompt_key", "bos_token"):  # plans of older outputs do not have them
+        if getattr(config, name):
+            plan[name] = getattr(config, name)
+    if config.dedup:
+        plan["dedup_over"] = [f"{other.name}:{other.inputs_digest}" for other in sources]
+    return plan
 
 
 def _train(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Tokenizer:
@@ -251,12 +275,15 @@ def _train(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Tokenize
 def sample_texts(slices: Sequence[Slice], form: TextFormat, budget: int) -> Iterator[str]:
     """Yields documents spread evenly over the slices, about `budget` bytes; reads at most 16 times that."""
     total = sum(part.num_bytes for part in slices)
-    step = max(1, round(total / (16 * budget)))
-    ratio = min(1.0, budget * step / max(1, total))
-    seen = taken = 0
-    for part in (part for selected in slices[::step] for part in selected.parts):
-        for record in read_part(part, form):
-            if isinstance(record, Document):
+    step = max(1, round(total / (16 * budget)))  # reads every step-th slice
+    ratio = min(1.0, budget * step / max(1, total))  # of what is read
+    seen = 0
+    taken = 0
+    for selected in slices[::step]:
+        for part in selected.parts:
+            for record in read_part(part, form):
+                if not isinstance(record, Document):
+                    continue
                 seen += len(record.data)
                 if taken < ratio * seen and taken < budget:
                     taken += len(record.data)
@@ -297,11 +324,15 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             minloglevel=3,
         )
     except RuntimeError as error:
-        rule = f"must fit the text: {str(error).strip().splitlines()[-1]}; change it or add text"
-        if minimum := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
+        minimum = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+        maximum = re.search(r"value <= (\d+)", str(error))
+        if minimum is not None:
             rule = f"is too low for this text, whose characters take {minimum[1]}; raise it"
-        elif maximum := re.search(r"value <= (\d+)", str(error)):
+        elif maximum is not None:
             rule = f"is too high for this text: at most {maximum[1]}; lower it or add text"
+        else:
+            reason = str(error).strip().splitlines()[-1]
+            rule = f"must fit the text: {reason}; change it or add text"
         raise UserError(f"--vocab_size={vocab_size} {rule}") from error
     return model.getvalue()
 
@@ -312,7 +343,8 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
         start = 0
         while start < len(text):
             stop = start + _SENTENCE_CHARS
-            if stop < len(text) and (line_end := text.rfind("\n", start + 1, stop)) > 0:
+            line_end = text.rfind("\n", start + 1, stop)
+            if stop < len(text) and line_end > 0:
                 stop = line_end
             yield text[start:stop]
             start = stop

@@ -151,12 +151,15 @@ class TextReader:
                     yield Problem(f"longer than {self.max_tokens} tokens")
                 else:
                     unk_tokens = _count_unk(tokens, unk_id)
-                    tokens = np.concatenate([tokens, eos]) if self.append_eos else tokens
+                    if self.append_eos:
+                        tokens = np.concatenate([tokens, eos])
                     yield Encoded(tokens, document, unk_tokens)
 
     def _encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> Sequence[Tokens]:
-        """Returns the ids of each document. A prompt is encoded separately, as in generation, and its ids
-        and the BOS token are masked."""
+        """Returns the ids of each document.
+
+        A prompt is encoded separately, as in generation, and its ids and the BOS token are masked.
+        """
         responses = tokenizer.encode([document.text[document.prompt :] for document in documents])
         has_prompts = any(document.prompt for document in documents)
         bos = [] if self.bos_id is None else [self.bos_id]
@@ -166,7 +169,8 @@ class TextReader:
         rows = []
         for prompt, response in zip(prompts, responses, strict=True):
             before = np.array([*bos, *prompt.tolist()], np.uint32)
-            before = before | np.uint32(NO_LOSS) if has_prompts else before
+            if has_prompts:
+                before |= np.uint32(NO_LOSS)
             rows.append(np.concatenate([before, response.astype(np.uint32)]))
         return rows
 
@@ -181,13 +185,15 @@ def _batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document 
     """Yields the records of the parts in batches of about 1 MB."""
     batch = list[Document | Problem]()
     size = 0
-    for record in (record for part in parts for record in read_part(part, form)):
-        batch.append(record)
-        size += len(record.data) if isinstance(record, Document) else 0
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
-            yield batch
-            batch = []
-            size = 0
+    for part in parts:
+        for record in read_part(part, form):
+            batch.append(record)
+            if isinstance(record, Document):
+                size += len(record.data)
+            if size >= _BATCH_BYTES or len(batch) >= _BATCH_RECORDS:
+                yield batch
+                batch = []
+                size = 0
     yield batch
 
 
@@ -301,14 +307,20 @@ def encode_slice(job: SliceJob) -> SliceResult:
         tokens = record.tokens
         split = SPLITS[0]
         if len(edges):
-            data = record.document.data if record.document else tokens.astype("<u4").tobytes()
+            if record.document is not None:
+                data = record.document.data
+            else:
+                data = tokens.astype("<u4").tobytes()
             split = SPLITS[int(np.searchsorted(edges, hash64(data), side="right"))]
-        if split in writers and writers[split].num_tokens + len(tokens) > settings.shard_tokens:
-            if writers[split].num_tokens:
+        if split in writers:
+            num_tokens = writers[split].num_tokens
+            if num_tokens and num_tokens + len(tokens) > settings.shard_tokens:
                 close(split)
         if split not in writers:
-            number = f"_{num_full[split]:03d}" if num_full[split] else ""  # "_" sorts after "."
-            path = job.folder / split / f"shard-{job.slice.index:05d}{number}.arrow"
+            name = f"shard-{job.slice.index:05d}"
+            if num_full[split]:
+                name += f"_{num_full[split]:03d}"  # "_" sorts after "."
+            path = job.folder / split / f"{name}.arrow"
             path.parent.mkdir(parents=True, exist_ok=True)
             writers[split] = ShardWriter(path, settings.info)
         try:
@@ -372,7 +384,9 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
 
 def available_cores() -> int:
     """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def note(text: str) -> None:
@@ -392,12 +406,15 @@ def run_jobs(
     """
     workers = min(workers, len(jobs))
     sizes = [job.slice.num_bytes for job in jobs]
-    results = (
-        _run_in_processes(work, jobs, sizes, workers) if workers > 1 else enumerate(map(work, jobs))
-    )
+    results: Iterator[tuple[int, Result]]
+    if workers > 1:
+        results = _run_in_processes(work, jobs, sizes, workers)
+    else:
+        results = enumerate(map(work, jobs))
     total_mb = max(1e-6, sum(sizes) / 1e6)
     done_mb = 0.0
-    start = logged = time.monotonic()
+    start = time.monotonic()
+    logged = start
     for count, (i, result) in enumerate(results, start=1):
         done_mb += sizes[i] / 1e6
         now = time.monotonic()
@@ -437,7 +454,8 @@ def _run_in_processes(
 def _start_worker() -> None:
     """Lets the parent handle Ctrl-C, and ends this process with its parent, even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(libc := ctypes.CDLL(None), "prctl"):  # at once, before the command can be run again
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):  # at once, before the command can be run again
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
