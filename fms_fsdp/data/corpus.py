@@ -128,13 +128,18 @@ def open_corpus(
     listed = _unlinked(found, storage, is_named=bool(section.datasets))
     opened = _open_some(storage, listed, counts, may_miss)
     sep_token = _find_sep_token(section, opened)
-    weights = dict(zip(names, section.weights, strict=True)) if section.weights else {}
+    weights = dict[str, float]()
+    if section.weights:
+        weights = dict(zip(names, section.weights, strict=True))
     listed = dict(sorted(listed.items()))
     fingerprints = in_threads(partial(content_fingerprint, storage), listed.values())
     sources = []
     for (name, shards), content in zip(listed.items(), fingerprints, strict=True):
-        known = next((opened[path] for path in shards if path in opened and counts[path][1]), None)
-        delimiter = 1 if known is None else delimiter_of(known, sep_token)
+        delimiter = 1
+        for path in shards:
+            if path in opened and counts[path][1]:  # an opened shard with tokens
+                delimiter = delimiter_of(opened[path], sep_token)
+                break
         docs, tokens = np.array([counts[path] for path in shards], np.int64).reshape(-1, 2).T
         weight = weights.get(name, 0.0)
         source = Source(name, shards, docs, tokens, delimiter, weight, content)
@@ -210,10 +215,20 @@ def delimiter_of(shard: Shard, sep_token: int, trusted: bool = False) -> int:
     if trusted and recorded:
         return int(recorded != "true")
     ends = {token == sep_token for token in shard.last_tokens(SAMPLED_DOCUMENTS)}
-    is_wrong = (recorded == "true" and False in ends) or (recorded == "false" and ends == {True})
-    if is_wrong or (recorded is None and len(ends) == 2):
-        kinds = "with and without" if len(ends) == 2 else "with" if True in ends else "without"
-        also = "" if recorded is None else f", but says has_eos={recorded}"
+    if recorded == "true":
+        is_wrong = False in ends
+    elif recorded == "false":  # a text may happen to end with the separator
+        is_wrong = ends == {True}
+    else:
+        is_wrong = len(ends) == 2
+    if is_wrong:
+        if len(ends) == 2:
+            kinds = "with and without"
+        else:
+            kinds = "with" if True in ends else "without"
+        also = ""
+        if recorded is not None:
+            also = f", but says has_eos={recorded}"
         raise ShardError(
             f"shard {shard.path} has documents {kinds} a trailing separator ({sep_token}){also}; "
             f"{CONVERT}"
@@ -222,8 +237,11 @@ def delimiter_of(shard: Shard, sep_token: int, trusted: bool = False) -> int:
 
 
 def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list[str]:
-    """Returns --datasets, or else all folders with shards, but not folders of another corpus inside
-    this one (`prepare --split` writes validation/ with its own meta/)."""
+    """Returns --datasets, or else all folders with shards.
+
+    Folders of another corpus inside this one are left alone: `prepare --split` writes validation/ with
+    its own meta/.
+    """
     inner = tuple(path.rpartition("/meta/")[0] + "/" for path in paths if "/meta/" in path)
     inner += ("meta/",)
     folders = {path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX)}
@@ -235,7 +253,9 @@ def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list
         )
     for name in names:
         if not _below(name, paths):
-            found = ", ".join(sorted(folders)[:8]) + ", …" * (len(folders) > 8)
+            found = ", ".join(sorted(folders)[:8])
+            if len(folders) > 8:
+                found += ", …"
             hint = did_you_mean(sorted(folders), name, cutoff=0.5) or f"; found: {found or 'none'}"
             raise MissingInput(
                 f"--datasets={name} is not a folder with files in {storage.root}{hint}"
@@ -253,9 +273,11 @@ def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list
 def _how_to_prepare(paths: list[str]) -> str:
     if any(path.startswith("meta/prepare/") for path in paths):
         return "it holds an unfinished `prepare`: run that command again, it resumes"
-    text = next((path for path in paths if path.endswith(TEXT_SUFFIXES)), None)
-    made = f"{text} is text: make shards of it" if text else "make some"
-    return f"{made} with `python -m fms_fsdp prepare --input=FILES --output=FOLDER`"
+    command = "`python -m fms_fsdp prepare --input=FILES --output=FOLDER`"
+    for path in paths:
+        if path.endswith(TEXT_SUFFIXES):
+            return f"{path} is text: make shards of it with {command}"
+    return f"make some with {command}"
 
 
 def _below(name: str, paths: list[str]) -> list[str]:
@@ -391,9 +413,11 @@ def _agreed(opened: Mapping[str, Shard], name: str) -> str:
     Raises:
         UserError: they have different values.
     """
-    recorded = {
-        value: path for path, shard in opened.items() if (value := shard.metadata.get(name))
-    }
+    recorded = dict[str, str]()  # value -> the last shard that has it
+    for path, shard in opened.items():
+        value = shard.metadata.get(name)
+        if value:
+            recorded[value] = path
     if len(recorded) > 1:
         (a, first), (b, second) = list(recorded.items())[:2]
         raise UserError(
@@ -419,13 +443,16 @@ def _find_sep_token(section: DataConfig, opened: Mapping[str, Shard]) -> int:
             )
     if section.sep_token is not None:
         return section.sep_token
-    if recorded := _agreed(opened, "sep_token"):
-        return int(recorded)
+    agreed = _agreed(opened, "sep_token")
+    if agreed:
+        return int(agreed)
     if not opened:
         raise MissingInput(f"--data_path={section.data_path} has no readable shard; restore one")
     path, shard = next(iter(opened.items()))
     ends = set(shard.last_tokens(SAMPLED_DOCUMENTS))
-    hint = f"all end with {min(ends)}" if len(ends) == 1 else "end with different tokens"
+    hint = "end with different tokens"
+    if len(ends) == 1:
+        hint = f"all end with {min(ends)}"
     raise UserError(
         f"shard {path} does not name its separator; set --sep_token to the id of the token that ends "
         f"a document (its first documents {hint})"

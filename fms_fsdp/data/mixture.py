@@ -72,16 +72,19 @@ class Mixture:
 
     def __init__(self, quotas: Mapping[str, int]) -> None:
         self.names: tuple[str, ...] = tuple(sorted(quotas))
-        heap: list[tuple[int, int, _Split | int]] = [
-            (quotas[name], i, i) for i, name in enumerate(self.names)
-        ]
+        # A Huffman tree: the two smallest quotas are joined again and again. Quota, the lowest index of a
+        # source below, which decides between equal quotas, and the node: a source or a split.
+        heap: list[tuple[int, int, _Split | int]] = []
+        for i, name in enumerate(self.names):
+            heap.append((quotas[name], i, i))
         heapq.heapify(heap)
         while len(heap) > 1:
-            quota_a, least_a, a = heapq.heappop(heap)
-            quota_b, least_b, b = heapq.heappop(heap)
+            quota_a, lowest_a, a = heapq.heappop(heap)
+            quota_b, lowest_b, b = heapq.heappop(heap)
             quota = quota_a + quota_b
-            heapq.heappush(heap, (quota, min(least_a, least_b), _Split(quota_a, quota, a, b)))
-        self._root = heap[0][2]
+            split = _Split(quota_a, quota, a, b)
+            heapq.heappush(heap, (quota, min(lowest_a, lowest_b), split))
+        _, _, self._root = heap[0]
 
     def __call__(self, u: I64) -> tuple[I64, I64]:
         """Returns (index in `names`, sequences of that source before u) for each u >= 0."""

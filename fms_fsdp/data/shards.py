@@ -193,8 +193,10 @@ class Shard:
         return tokens
 
     def _read_schema(self) -> tuple[Mapping[str, str], Any, str | None]:
-        """Returns the metadata, the type of the tokens, and the type of the offsets of lists (None
-        without lists)."""
+        """Returns the metadata, the type of the tokens, and the type of the offsets of lists.
+
+        The last one is None without lists.
+        """
         if self.size < 32 or self.read(6, self.size - 6) != _MAGIC:
             raise self.error("is not a complete Arrow IPC file", f"{RESTORE}, or {CONVERT}")
         import pyarrow as pa  # runs on synthetic tokens need none of it
@@ -206,7 +208,8 @@ class Shard:
         kind = schema.field(0).type
         offsets = None
         if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-            kind, offsets = kind.value_type, "<i8" if pa.types.is_large_list(kind) else "<i4"
+            offsets = "<i8" if pa.types.is_large_list(kind) else "<i4"
+            kind = kind.value_type
         if not pa.types.is_integer(kind):
             raise self.error(f"must have integers in column `tokens`, not {kind}")
         metadata = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
@@ -300,9 +303,9 @@ class Shard:
             begin = int(offsets[first])
             stop = int(offsets[last - 1]) + 8
             data = np.frombuffer(self.read(stop - begin, begin), np.uint8)
-            words.append(
-                data[(offsets[first:last] - begin)[:, None] + np.arange(8)].view("<i8")[:, 0]
-            )
+            starts = offsets[first:last] - begin
+            eight_bytes = data[starts[:, None] + np.arange(8)]  # (words, 8)
+            words.append(eight_bytes.view("<i8")[:, 0])
         return np.concatenate(words)
 
 

@@ -241,11 +241,15 @@ class TokenStream:
         return self.reader(name).window(*order.ranges(epoch, window), key, bestfit_to)
 
     def documents(self, step: int, limit: int = 8) -> list[str]:
-        """Returns file, document and token range of the first segments of the global batch; [] for
-        synthetic tokens."""
+        """Returns file, document and token range of the first segments of the global batch.
+
+        Synthetic tokens have none.
+        """
         found: list[str] = []
+        if self.section.use_dummy_dataset:
+            return found
         with self._lock:
-            for address in () if self.section.use_dummy_dataset else self.order.addresses(step):
+            for address in self.order.addresses(step):
                 paths = self.reader(address.source).source.paths
                 try:
                     for shard, document, start, stop in segments_of(self, address):
@@ -257,9 +261,12 @@ class TokenStream:
         return found[:limit]
 
     def consumption(self, step: int | None = None) -> Consumption:
-        """Returns epochs and trained tokens of every source that the run has named, removed sources
-        included; a source that has supplied no sequence has 0 of both."""
-        step = self.step if step is None else step
+        """Returns epochs and trained tokens of every source that the run has named.
+
+        Removed sources are included; a source that has supplied no sequence has 0 of both.
+        """
+        if step is None:
+            step = self.step
         history = self.order.history
         sequences = history.consumed(step)
         positions = history.position(step)
@@ -360,8 +367,8 @@ class TokenStream:
         self.step = step
         self.last_step = None
         self._exhausted = ""
-        if (limit := section.max_epochs) is not None:
-            ends = [(self.first_beyond([name], limit, step), name) for name in quotas]
+        if section.max_epochs is not None:
+            ends = [(self.first_beyond([name], section.max_epochs, step), name) for name in quotas]
             beyond, self._exhausted = min(ends)
             self.last_step = beyond - 1
         return changes
@@ -378,7 +385,8 @@ class TokenStream:
                     f"tokens, but {shards} with {tokens} in the checkpoint, or other names; restore "
                     "its shards, make a source of new shards, or choose another --run_name"
                 )
-            if path := changed_shard(source.paths, content, source.fingerprint):
+            path = changed_shard(source.paths, content, source.fingerprint)
+            if path:
                 raise UserError(
                     f"shard {path} has other content than in the checkpoint, with the same name and "
                     f"counts; restore the shard, or {WEIGHTS_ONLY}"

@@ -66,14 +66,16 @@ class SyntheticStorage:
         return SyntheticShard(path)
 
     def read(self, path: str, size: int, offset: int) -> bytes:
-        first, stop = offset // 4, (offset + size) // 4
+        first = offset // 4
+        stop = (offset + size) // 4
         cells = np.arange(first // CELL, -(-stop // CELL), dtype=np.uint64)
-        drawn = mix64(cells ^ np.uint64(derive_key(self.seed, int(path)))) % np.uint64(
-            self.alphabet
-        )
+        key = np.uint64(derive_key(self.seed, int(path)))
+        first_tokens = (mix64(cells ^ key) % np.uint64(self.alphabet)).astype(np.int64)
         factor, summand = self._rule
-        tokens = (drawn.astype(np.int64)[:, None] * factor + summand) % self.alphabet
-        return tokens.astype("<u4").reshape(-1)[first % CELL :][: stop - first].tobytes()
+        tokens = (first_tokens[:, None] * factor + summand) % self.alphabet  # (cells, CELL)
+        flat = tokens.astype("<u4").reshape(-1)
+        skipped = first % CELL
+        return flat[skipped : skipped + stop - first].tobytes()
 
     def prefetch_ends(self, path: str) -> None:
         pass

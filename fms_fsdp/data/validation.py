@@ -138,17 +138,22 @@ class _Root(NamedTuple):
 def _evaluated_folders(
     section: EvalConfig, data: DataConfig, trained: Corpus | None
 ) -> Iterator[tuple[str, str, _Root | None, tuple[str, ...]]]:
-    """Yields group, flag, folder and sources of each evaluation: without a folder synthetic tokens, without
-    sources all sources of the folder."""
+    """Yields group, flag, folder and sources of each evaluation.
+
+    Without a folder it is of synthetic tokens, without sources of all sources of the folder.
+    """
     is_synthetic = data.use_dummy_dataset and not section.eval_data_path
-    if section.is_on:
-        root = None if is_synthetic else _eval_root(section, data, trained)
-        yield "eval", "--eval_data_path", root, () if is_synthetic else section.eval_datasets
+    if section.is_on and is_synthetic:
+        yield "eval", "--eval_data_path", None, ()
+    elif section.is_on:
+        root = _eval_root(section, data, trained)
+        yield "eval", "--eval_data_path", root, section.eval_datasets
     if section.test_data_path:
         yield "test", "--test_data_path", _Root(section.test_data_path), ()
+    elif section.eval_test and is_synthetic:
+        yield "test", "--eval_test", None, ()
     elif section.eval_test:
-        root = None if is_synthetic else _subfolder(data.data_path, "test", trained)
-        yield "test", "--eval_test", root, ()
+        yield "test", "--eval_test", _subfolder(data.data_path, "test", trained), ()
 
 
 def _eval_root(section: EvalConfig, data: DataConfig, trained: Corpus | None) -> _Root:
@@ -185,7 +190,10 @@ def _subfolder(data_path: str, folder: str, trained: Corpus | None) -> _Root:
 
 
 def _join(data_path: str, folder: str) -> str:
-    path, mark, options = data_path.partition("?") if "://" in data_path else (data_path, "", "")
+    """Appends a folder to a path, or to an address before its options (s3://a/b?region=…)."""
+    if "://" not in data_path:
+        return f"{data_path.rstrip('/')}/{folder}"
+    path, mark, options = data_path.partition("?")
     return f"{path.rstrip('/')}/{folder}{mark}{options}"
 
 
