@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
                 signals=signals,
                 closing=closing,
             )
-            closing.push(lambda kind, error, trace: status.report(error) if error else None)
+            closing.push(status.report_at_exit)
             closing.enter_context(launch.budget.explaining_out_of_memory(launch.run))
             closing.push(observers.profiler.dump_at_failure)
             if launch.is_compiled and not state.is_done:
@@ -163,7 +163,9 @@ def end(status: RunStatus, outcome: str, reason: str, folder: Path | None = None
     from fms_fsdp.distributed.runtime import log, shut_down
 
     status.end(outcome, reason)
-    log.info(reason if folder is None else f"{reason}: {folder}")
+    if folder is not None:
+        reason = f"{reason}: {folder}"
+    log.info(reason)
     shut_down()
 
 
@@ -491,12 +493,12 @@ def wire(
         closing.callback(exporter.close)
     signals.is_committing = lambda: checkpoints.is_committing
     sampler = None
-    if (prompts := launch.found.prompts) is not None:
+    if launch.found.prompts is not None:
         from fms_fsdp.samples import Sampler
 
         sampler = Sampler(
             cfg,
-            prompts,
+            launch.found.prompts,
             state.model,
             mesh,
             metrics,

@@ -124,20 +124,22 @@ def read_run_config(content: Mapping[str, Any], file: object) -> RunConfig:
         UserError: a later version wrote it, or an entry is missing or invalid.
     """
     resolved = content.get("resolved", {})
-    if (version := resolved.get("version", VERSION)) != VERSION:
+    version = resolved.get("version", VERSION)
+    if version != VERSION:
         raise UserError(
             f"{file} has version {version}, this program reads version {VERSION}; update it"
         )
     try:
         shape = {name: v for name, v in resolved["model"].items() if name != "num_params"}
+        # Files of older versions lack some entries.
+        layout = {"strategy": "none"} | resolved.get("layout", {})
+        batch = {"grad_accum_steps": 1, "dp_size": 1} | resolved["batch"]
         return RunConfig(
             config=from_dict(content),
             world_size=resolved["world_size"],
             device_type=resolved["device"],
-            dims=_from_fields(ParallelDims, {"strategy": "none"} | resolved.get("layout", {})),
-            batch=_from_fields(
-                BatchPlan, {"grad_accum_steps": 1, "dp_size": 1} | resolved["batch"]
-            ),
+            dims=_from_fields(ParallelDims, layout),
+            batch=_from_fields(BatchPlan, batch),
             model=model_from_dict(shape),
             precision=Precision(**resolved["precision"]),
             num_steps=resolved["num_steps"],
@@ -155,8 +157,12 @@ def read_run_config(content: Mapping[str, Any], file: object) -> RunConfig:
 
 def _from_fields(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """Builds a dataclass from the values that it has fields for; lists become tuples."""
-    given = {each.name: values[each.name] for each in fields(kind) if each.name in values}
-    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
+    given = dict[str, Any]()
+    for each in fields(kind):
+        if each.name in values:
+            value = values[each.name]
+            given[each.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**given)
 
 
 @dataclass(frozen=True)
@@ -225,7 +231,9 @@ class TrainMetadata:
 
     def metric(self, name: str) -> float | None:
         """Returns the metric that ranks checkpoints; None if this step does not have it."""
-        return self.validation_loss if name == "eval/loss" else self.metrics.get(name)
+        if name == "eval/loss":
+            return self.validation_loss
+        return self.metrics.get(name)
 
     @cached_property
     def run(self) -> RunConfig:
@@ -265,15 +273,20 @@ def located_sections(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _joined(folder: str, path: Any) -> Any:
-    stays = not isinstance(path, str) or not path or "://" in path or path.startswith("~")
-    return path if stays else os.path.join(folder, path)
+    if not isinstance(path, str) or not path:
+        return path
+    if "://" in path or path.startswith("~"):
+        return path
+    return os.path.join(folder, path)
 
 
 def working_folder() -> str:
     """Returns the working folder as the user's shell names it, including links."""
     shell = os.environ.get("PWD", "")
-    is_here = os.path.isabs(shell) and os.path.isdir(shell) and os.path.samefile(shell, ".")
-    return shell if is_here else os.getcwd()
+    is_folder = os.path.isabs(shell) and os.path.isdir(shell)
+    if is_folder and os.path.samefile(shell, "."):
+        return shell
+    return os.getcwd()
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,11 @@ class RunStatus:
         self.outcome = outcome
         self.reason = reason
 
+    def report_at_exit(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Reports an error as an exit callback of `with`."""
+        if error is not None:
+            self.report(error)
+
     def report(self, error: BaseException) -> None:
         """Records and prints the error that ends this rank, once, before anything is closed."""
         if error is self._reported or isinstance(error, SystemExit | GeneratorExit):
