@@ -405,7 +405,7 @@ class CheckpointReader(FileSystemReader):
             CorruptCheckpoint: the files do not describe a checkpoint.
         """
         folder = Path(self.path)
-        if not (folder / INDEX).exists():  # the checkpoint of an earlier version
+        if not os.path.lexists(folder / INDEX):  # the checkpoint of an earlier version
             self.read_metadata()
             return
         with io.BufferedReader(open_file(folder / INDEX)) as file:

@@ -218,6 +218,7 @@ def _problem(folder: Path, *, deep: bool = False, weights: bool = False) -> str:
             found = folders.corrupt_files(folder)
             if not found:
                 CheckpointReader(folder).read_metadata()
+                CheckpointReader(folder).read_part({})  # which resumes need
                 found = useless_weights(folder) if weights else []
             return "; ".join(found)
         return ""

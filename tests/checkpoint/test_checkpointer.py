@@ -24,6 +24,7 @@ from torch import nn
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.folders import (
     FILES,
+    INDEX,
     METADATA,
     STATE,
     Checksum,
@@ -223,7 +224,7 @@ DAMAGES = {
 def test_corrupt_file_is_noticed(tmp_path: Path, damage: str) -> None:
     saved(tmp_path, 1, 2)
     names = [*read_files(tmp_path / "step_2"), FILES]
-    assert set(names) == {"__0_0.distcp", METADATA, STATE, FILES}
+    assert set(names) == {"__0_0.distcp", METADATA, INDEX, STATE, FILES}
     for name in names:
         case = tmp_path / name.strip(".")
         for step in ("step_1", "step_2"):
@@ -326,6 +327,7 @@ def test_loading_runs_no_code_of_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     saved(tmp_path, 1)
     folder = tmp_path / "step_1"
     (folder / METADATA).write_bytes(pickle.dumps(Bomb()))
+    (folder / INDEX).unlink()  # else `.metadata` is not read
     sign(folder)
     assert not problem(folder)
     with pytest.raises(UserError, match="posix.system is not allowed"):
