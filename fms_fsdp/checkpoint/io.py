@@ -406,12 +406,12 @@ class CheckpointReader(FileSystemReader):
             CorruptCheckpoint: the files do not describe a checkpoint.
         """
         folder = Path(self.path)
-        if not (folder / INDEX).exists():  # the checkpoint of an earlier version
+        if not os.path.lexists(folder / INDEX):  # the checkpoint of an earlier version
             self.read_metadata()
             return
-        with open_file(folder / INDEX) as file:
+        with io.BufferedReader(open_file(folder / INDEX)) as file:
             try:
-                metadata = read_index(io.BufferedReader(file), tensors)
+                metadata = read_index(file, tensors)
             except (ValueError, KeyError, TypeError, IndexError, EOFError) as error:
                 raise CorruptCheckpoint(folder, f"{INDEX}: {error!r}") from None
         metadata.storage_meta = StorageMeta(load_id=self.load_id)

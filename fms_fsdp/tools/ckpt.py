@@ -233,6 +233,7 @@ def _problem(folder: Path, *, deep: bool = False, weights: bool = False) -> str:
         if corrupt:
             return "; ".join(corrupt)
         CheckpointReader(folder).read_metadata()
+        CheckpointReader(folder).read_part({})  # which resumes need
         if weights:
             return "; ".join(useless_weights(folder))
         return ""

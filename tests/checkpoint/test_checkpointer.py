@@ -24,6 +24,7 @@ from torch import nn
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.folders import (
     FILES,
+    INDEX,
     METADATA,
     STATE,
     Checksum,
@@ -223,7 +224,7 @@ DAMAGES = {
 def test_corrupt_file_is_noticed(tmp_path: Path, damage: str) -> None:
     saved(tmp_path, 1, 2)
     names = [*read_files(tmp_path / "step_2"), FILES]
-    assert set(names) == {"__0_0.distcp", METADATA, STATE, FILES}
+    assert set(names) == {"__0_0.distcp", METADATA, INDEX, STATE, FILES}
     for name in names:
         case = tmp_path / name.strip(".")
         for step in ("step_1", "step_2"):
@@ -238,7 +239,7 @@ def test_corrupt_file_is_noticed(tmp_path: Path, damage: str) -> None:
         found = find_checkpoint(case)
         assert found is not None
         if found.step == 2:  # only a read of every byte tells
-            assert damage == "flip" and name == "__0_0.distcp"
+            assert damage == "flip" and name in ("__0_0.distcp", INDEX)
             found = find_checkpoint(case, corrupt={folder: wrong})
         assert found is not None and found.step == 1 and folder in found.skipped
         assert command(["ckpt", "verify", f"--path={case}"]) == 2
@@ -326,6 +327,7 @@ def test_loading_runs_no_code_of_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     saved(tmp_path, 1)
     folder = tmp_path / "step_1"
     (folder / METADATA).write_bytes(pickle.dumps(Bomb()))
+    (folder / INDEX).unlink()  # else `.metadata` is not read
     sign(folder)
     assert not problem(folder)
     with pytest.raises(UserError, match="posix.system is not allowed"):
@@ -441,5 +443,5 @@ def test_ckpt_list_and_prune(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert command([*prune, "--after=1", "--yes"]) == 0 and steps() == ["step_1"]
     assert command([*prune, "--keep_last_n=1", "--yes"]) == 2
     assert "keep_last_n is not a flag; it was removed" in capsys.readouterr().err
-    assert command(["ckpt", "verify", path]) == 0 and "valid: 4 files" in capsys.readouterr().out
+    assert command(["ckpt", "verify", path]) == 0 and "valid: 5 files" in capsys.readouterr().out
     assert command(["ckpt", "list", f"--path={tmp_path / 'nowhere'}"]) == 2

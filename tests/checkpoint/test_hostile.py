@@ -19,7 +19,14 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from fms_fsdp.__main__ import main as command
-from fms_fsdp.checkpoint.folders import FILES, METADATA, STATE, CorruptCheckpoint, find_checkpoint
+from fms_fsdp.checkpoint.folders import (
+    FILES,
+    INDEX,
+    METADATA,
+    STATE,
+    CorruptCheckpoint,
+    find_checkpoint,
+)
 from fms_fsdp.checkpoint.io import load_checkpoint
 from fms_fsdp.errors import RunFailed, UserError
 from tests.checkpoint.signing import sign
@@ -43,6 +50,7 @@ def rewrite_metadata(change: Callable[[Any], object]) -> Callable[[Path], None]:
         metadata = FileSystemReader(folder).read_metadata()
         change(metadata)
         (folder / METADATA).write_bytes(pickle.dumps(metadata))
+        (folder / INDEX).unlink()
         sign(folder)
 
     return damage
@@ -50,6 +58,8 @@ def rewrite_metadata(change: Callable[[Any], object]) -> Callable[[Path], None]:
 
 def replace(name: str, content: bytes, signed: bool = True) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
+        if name == METADATA:  # which is read if there is no table
+            (folder / INDEX).unlink()
         (folder / name).write_bytes(content)
         if signed:
             sign(folder)
@@ -93,6 +103,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a FIFO as files.json": fifo(FILES),
     "a FIFO as train_state.json": fifo(STATE),
     "a FIFO as .metadata": fifo(METADATA),
+    "a FIFO as shards.index": fifo(INDEX),
     "a FIFO as a part": fifo(PART),
     "files.json nested deep": replace(FILES, b"[" * 100_000, signed=False),
     "train_state.json nested deep": replace(STATE, b'{"a":' * 100_000),
@@ -108,6 +119,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         METADATA, b"cbuiltins\ngetattr\n(ctorch\nSize\nVcount\ntR."
     ),
     ".metadata that is no pickle": replace(METADATA, b"hello"),
+    "shards.index that is no table": replace(INDEX, b"hello"),
+    "shards.index that is a pickle": replace(INDEX, pickle.dumps({"a": 1})),
 }
 # signed, and of DCP's own classes: no damage, but nothing to load, which runs no code and is one line
 CONTENT: dict[str, Callable[[Path], None]] = {
@@ -174,14 +187,14 @@ def test_forged_checkpoint_is_skipped_and_verify_agrees(
     assert time.monotonic() - begin < 10
 
 
-@pytest.mark.parametrize("name", [FILES, STATE, METADATA, PART])
+@pytest.mark.parametrize("name", [FILES, STATE, METADATA, INDEX, PART])
 def test_unreadable_file_is_not_corrupt(tmp_path: Path, name: str) -> None:
     """A link that leads to itself: neither missing nor of another size, and no read of it succeeds."""
     saved(tmp_path, 1, 2)
     link(name, name)(tmp_path / "step_2")
     with pytest.raises(OSError, match=name):
         find_checkpoint(tmp_path)
-    if name in (METADATA, PART):  # which DCP reads
+    if name in (INDEX, PART):  # which a load reads
         with pytest.raises(RunFailed, match=f"{name}.* not corrupt: repair the storage"):
             load_checkpoint(tmp_path / "step_2", *made(0), is_alone=True)
     assert command(["ckpt", "verify", f"--path={tmp_path}"]) == 2
