@@ -107,6 +107,20 @@ def test_layouts_are_measured_beside_one_process_and_the_prediction(tmp_path: Pa
         assert found["peak_mib"] > 0 and found["predicted_mib"] > 0
 
 
+@pytest.mark.slow
+def test_scale_measures_each_part_at_each_size(tmp_path: Path) -> None:
+    script = "benchmarks/bench_scale.py --sizes=1,2 --variant=tiny --layers=1"
+    command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "r.json").read_text())["parts"]
+    assert list(parts) == ["ranks", "shards", "files", "slices", "documents", "sources"]
+    for part, found in parts.items():
+        assert found["1"].keys() == found["2"].keys() and f"\n{part} " in f"\n{done.stdout}", part
+        assert all(value > 0 for value in found["2"].values()), part
+    assert parts["documents"]["2"]["bytes per document"] < 60
+
+
 def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from parallel_recipes import RECIPES, figures, table
