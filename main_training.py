@@ -72,7 +72,7 @@ class Launch:
     stream: Stream
     data_changes: list[str]
     held_out: tuple[HeldOut, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def world(self) -> World:

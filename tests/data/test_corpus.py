@@ -40,7 +40,10 @@ def check_rejected(files: Files, match: str, batch: int | None = None, **changes
         ({"data_path": ""}, "--data_path is missing; set it"),
         ({"data_path": "nowhere"}, "--data_path=nowhere is not a folder; .* fms_fsdp prepare"),
         ({"datasets": ("web", "./web")}, "--datasets=web must be named once"),
-        ({"seq_length": 4096}, r"source code has \d+ tokens, .*\(--seq_length=4096\)"),
+        (
+            {"seq_length": 4096},
+            r"source code has 1,\d+ tokens, less than one sequence \(--seq_length=4096\)",
+        ),
         ({"batch": 4000}, r"--global_batch_size=4000 must be at most \d+, the sequences"),
         (
             {"batch": 2, "datasets": ("web", "code"), "weights": (1.0, 1e-9)},

@@ -162,7 +162,7 @@ def test_field_means_what_transformers_reads(
         (
             "qwen3",
             {"use_sliding_window": True, "max_window_layers": 2},
-            "use_sliding_window=True must",
+            "use_sliding_window=True is not supported",
         ),
         (
             "qwen3",
