@@ -176,10 +176,9 @@ def init_distributed(
         keep_freed_memory()
     if world.size == 1 and (section.sharding_strategy or "none").lower() == "none":
         return
+    # gloo's lazy connections (TORCH_GLOO_LAZY_INIT=1) need fewer files, but look up a peer in the
+    # store of rank 0 at any time: a rank fails in its last collective if rank 0 has ended.
     check_open_file_limit(world, raise_open_file_limit())
-    # By default gloo connects each rank with all others when a group is created, 2 sockets per
-    # group and rank, of which collectives use few.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     is_nccl = device.type == "cuda" and section.dist_backend != "gloo"
     timeout = collective_timeout(section)
     meeting: dict[str, Any] = {}  # by default the variables of torchrun
@@ -197,17 +196,19 @@ def init_distributed(
 
 
 def check_open_file_limit(world: World, limit: int) -> None:
-    """Raises UserError on rank 0 if it may not open enough files; where gloo meets the limit, it may
-    end the process without an error.
+    """Raises UserError if this rank may not open enough files.
 
-    The groups for training and for checkpoints each connect rank 0 with every rank.
+    gloo connects all ranks of a group when it is created, and may end the process without an error
+    if it meets the limit. There are two groups, for training and for checkpoints; rank 0 also has
+    the store.
     """
-    needed = 2 * world.size + _OTHER_FILES
-    if world.rank == 0 and limit < needed:
+    sockets_per_rank = 3 if world.rank == 0 else 2
+    needed = sockets_per_rank * world.size + _OTHER_FILES
+    if limit < needed:
         raise UserError(
-            f"ulimit -n={limit} must be at least {needed} on rank 0's node for {world.size} ranks; "
-            f"raise the hard limit there, e.g. docker run --ulimit nofile={2 * needed}",
-            on_one_rank=True,
+            f"ulimit -n={limit} must be at least {needed} for {world.size} ranks; raise the hard "
+            f"limit on this node, e.g. docker run --ulimit nofile={2 * needed}",
+            on_one_rank=world.local_rank == 0,
         )
 
 
