@@ -110,9 +110,9 @@ def test_best_checkpoint_and_ranges_stay(tmp_path: Path) -> None:
     root, found = tmp_path / "checkpoints", metrics(tmp_path)
     best = max(found, key=lambda step: found[step]["grad_norm"])
     assert best not in (1, 2, 7) and complete_steps(root) == sorted({1, 2, best, 7})
-    gib = sum(path.stat().st_size for path in (root / "step_7").iterdir()) / 2**30
-    logged = re.search(r"(\S+) GiB each; 7 planned, at most 4 kept \((\S+) GiB", text)
-    assert logged and float(logged[1]) == pytest.approx(gib, rel=0.1)
+    mib = sum(path.stat().st_size for path in (root / "step_7").iterdir()) / 2**20
+    logged = re.search(r"(\S+) MiB each; 7 planned, at most 4 kept \((\S+) MiB", text)
+    assert logged and float(logged[1]) == pytest.approx(mib, rel=0.1)
     assert float(logged[2]) == pytest.approx(4 * float(logged[1]), rel=0.01)
 
 

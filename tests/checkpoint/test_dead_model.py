@@ -54,7 +54,7 @@ def test_dead_steps_are_counted_across_launches(tmp_path: Path) -> None:
     flags += ["--warmup_steps=0", "--lr_schedule=constant", "--learning_rate=1e30"]
     assert run(*flags, "--num_steps=99", "--exit_step=6").returncode == 75  # step 1 is finite
     failed = run(*flags, "--num_steps=99", "--resume_step=6")
-    assert failed.returncode == 1 and "step 9: gradient norm nan" in failed.stderr
+    assert failed.returncode == 1 and "step 9 skipped: gradient norm is nan" in failed.stderr
     assert "(8 of at most 8 consecutive)" in failed.stderr
 
 

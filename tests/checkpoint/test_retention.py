@@ -84,7 +84,7 @@ def test_keep_best_without_evaluated_saves_is_rejected(text: str) -> None:
         meets = any(schedule.is_due(step) for step in range(interval, 20_000, interval))
         check_keep_best(0, text, 0, interval)
         if not meets:
-            with pytest.raises(UserError, match=f"--keep_best=2 .*--eval_interval={interval} "):
+            with pytest.raises(UserError, match=rf"--keep_best=2 .*--eval_interval={interval}\)"):
                 check_keep_best(2, text, 0, interval)
     with pytest.raises(UserError, match="--keep_best=1 "):  # saves its last step only
         check_keep_best(1, "", 0, 10)

@@ -180,7 +180,7 @@ def test_sequences_masked_on_any_rank_are_counted(tmp_path: Path) -> None:
         for name in ("0", "2")
     ]
     assert counts[0] == counts[1] and counts[0][-1] > 0
-    assert f"  {counts[1][-1]} sequences masked  " in two.stdout
+    assert f"  {counts[1][-1]} masked  " in two.stdout
     assert "[rank 1] sequence masked: " in two.stdout
 
 

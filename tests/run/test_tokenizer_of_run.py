@@ -49,8 +49,9 @@ def test_resume_rejects_data_of_other_tokenizer(world: Path) -> None:
         rejected = run(*FLAGS, "--num_steps=3", f"--data_path={world}/other", *flags, nproc=2)
         assert rejected.returncode != 0
         (line,) = [line for line in rejected.stderr.splitlines() if line.startswith("error: ")]
-        assert f"--data_path={world}/other" in line and theirs.vocabulary.digest[:12] in line
-        assert f"checkpoints/step_2 of {ours.vocabulary.digest[:12]}; prepare the data with" in line
+        digests = f"({theirs.vocabulary.digest[:12]}, {ours.vocabulary.digest[:12]})"
+        assert f"--data_path={world}/other and the checkpoint " in line
+        assert f"different tokenizers {digests}; prepare the data with" in line
     assert sorted(path.name for path in folder.iterdir()) == before and not new.exists()
 
 
@@ -81,7 +82,7 @@ def test_tools_reject_a_replaced_tokenizer(world: Path, tmp_path: Path) -> None:
         for argv in (("generate",), ("export", f"--output={tmp_path}/hf")):
             rejected = command(*argv, f"--path={moved}")
             assert rejected.returncode == 2, rejected.stdout + rejected.stderr
-            assert "the folder of its data of" in rejected.stderr and "put back" in rejected.stderr
+            assert "its data were made with" in rejected.stderr and "put back" in rejected.stderr
         assert not (tmp_path / "hf").exists()
     finally:
         for name, content in kept.items():
@@ -93,7 +94,7 @@ def test_weights_of_a_hugging_face_folder_want_data_of_its_tokenizer(world: Path
     assert command("export", f"--path={world}/run", f"--output={world}/folder").returncode == 0
     flags = (*FLAGS[1:-2], "--num_steps=1", f"--init_from_hf={world}/folder")
     refused = run(*flags, f"--data_path={world}/other", f"--output_dir={world}/refused")
-    assert refused.returncode == 2 and f"--init_from_hf={world}/folder of" in refused.stderr
+    assert refused.returncode == 2 and f"--init_from_hf={world}/folder were" in refused.stderr
     assert not (world / "refused").exists()
     (
         world / "folder" / "tokenizer.model"

@@ -65,10 +65,10 @@ def test_plan_is_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].startswith("16 x h100_80gb in nodes of 8, fsdp: 1 replica x 16 shards; bf16")
     assert "this micro-batch is the largest that fits" in lines[2]
     assert re.search(r"^total, fits in 79.2 +\d", text, re.MULTILINE)
-    assert "GiB sent by a rank per step: dp_shard " in text and "kWh" in lines[-1]
+    assert "sent per rank and step: dp_shard " in text and "kWh" in lines[-1]
     big = printed(f"{H100} --model_variant=llama3_70b --num_devices=8", capsys)
     assert "does not fit in 79.2" in big and "largest that fits" not in big
-    assert "GiB sent" not in printed(f"{QUICK} --num_devices=1", capsys)
+    assert "sent per rank" not in printed(f"{QUICK} --num_devices=1", capsys)
 
 
 def test_each_batch_of_a_ramp_has_its_own_time(capsys: pytest.CaptureFixture[str]) -> None:
