@@ -1,7 +1,8 @@
 """All commands: `fms-fsdp COMMAND --flag=value …`, or `python -m fms_fsdp COMMAND …`; each has a `--help`.
 
-Exit statuses: 0 done, 1 a bug (a traceback) or keys that `translate` leaves out, 2 bad input (one line on stderr), 130 stopped by Ctrl-C;
-`train` starts the training (fms_fsdp/launch.py) and has the exit statuses of main_training.py.
+Exit statuses: 0 done, 1 a bug (a traceback) or keys that `translate` leaves out, 2 bad input (one
+line on stderr), 130 stopped by Ctrl-C; `train` starts the training (fms_fsdp/launch.py) and has the
+exit statuses of main_training.py.
 """
 
 from __future__ import annotations

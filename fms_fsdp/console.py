@@ -51,8 +51,8 @@ class TimedLines(logging.Formatter):
 class Console(logging.StreamHandler[TextIO]):
     """Writes lines to `stream`. If that is a terminal, also colours, and a line that `show` rewrites.
 
-    LAUNCH_TERMINAL names the terminal behind a pipe (scripts/train.sh sets it). Then the live line goes
-    straight to it. NO_COLOR turns the colours off (https://no-color.org).
+    LAUNCH_TERMINAL names the terminal behind a pipe (scripts/train.sh sets it). Then the live line
+    goes straight to it. NO_COLOR turns the colours off (https://no-color.org).
     """
 
     def __init__(self, stream: TextIO) -> None:

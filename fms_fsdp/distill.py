@@ -213,9 +213,9 @@ def distilled_softmax_(
 ) -> tuple[torch.Tensor, ...]:
     """Replaces our logits by their gradients, times `scale`, except at the labels.
 
-    Each pair has the logits (C V) and those at the labels (C 1). Returns for each token the gradient
-    at its label, its loss, its z-loss if there is one, and T² KL. The gradient, with p = softmax(s):
-    (1 - w) (p - onehot) + 2 z_loss log Z p + w T (softmax(s / T) - softmax(t / T)).
+    Each pair has the logits (C V) and those at the labels (C 1). Returns for each token the
+    gradient at its label, its loss, its z-loss if there is one, and T² KL. The gradient, with p =
+    softmax(s): (1 - w) (p - onehot) + 2 z_loss log Z p + w T (softmax(s / T) - softmax(t / T)).
     """
 
     ours_CV = ours[0].float()

@@ -52,8 +52,8 @@ class UserError(ValueError):
     one line for a UserError and for a known I/O error (`is_for_user`). Any other error is a bug, and has a
     traceback.
 
-    `on_one_rank`: only this rank knows the error (it cannot read a shard), so this rank reports the error.
-    `data_step`: the step whose data are wrong; the next attempt checks them first.
+    `on_one_rank`: only this rank knows the error (it cannot read a shard), so this rank reports the
+    error. `data_step`: the step whose data are wrong; the next attempt checks them first.
     """
 
     def __init__(

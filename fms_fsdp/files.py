@@ -4,8 +4,8 @@ Network and FUSE file systems lack some operations (sync of folders, rename over
 size). Without them a write still ends well, and one note says what is missing.
 
 Anyone may have written a file that names others: such a name is used below its own folder or not at
-all, and opening it never waits. Links on the disk are followed, because the user made them. Standard
-library only.
+all, and opening it never waits. Links on the disk are followed, because the user made them.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from fms_fsdp.errors import StorageError, UserError, is_storage_failure, note_once
 
-# A file system answers with one of these codes if it lacks the operation. EINVAL is among them: fsync
-# of a folder has it on CIFS and gocryptfs.
+# A file system answers with one of these codes if it lacks the operation. EINVAL is among them:
+# fsync of a folder has it on CIFS and gocryptfs.
 UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 # ASCII and Latin-1 controls, lone surrogates, the two separators that end a line
@@ -158,8 +158,8 @@ def write_json(path: Path, content: Any) -> None:
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Returns whether a folder is there.
 
-    os.path.isdir, and Path.is_dir from Python 3.14, also return False if the storage fails: a run would
-    start from scratch instead of resuming.
+    os.path.isdir, and Path.is_dir from Python 3.14, also return False if the storage fails: a run
+    would start from scratch instead of resuming.
 
     Raises:
         OSError: the storage does not answer.

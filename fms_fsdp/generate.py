@@ -279,7 +279,8 @@ def stream_text(
 ) -> Iterator[list[str]]:
     """Yields the text that each step adds to each prompt, up to the end of a document.
 
-    `loaded` must have a tokenizer. A step that ends inside a character adds "" until it is complete.
+    `loaded` must have a tokenizer. A step that ends inside a character adds "" until it is
+    complete.
 
     Raises:
         UserError: a prompt does not fit the model, or the logits are not finite.

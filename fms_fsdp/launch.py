@@ -112,7 +112,8 @@ def read_nodes(variables: Mapping[str, str], num_gpus: int = 0) -> Nodes:
     if is_elastic:
         minimum, maximum = _read_range(text)
     else:
-        # In a SLURM step, SLURM knows the number; a shell's start-up file may have set another NNODES.
+        # In a SLURM step, SLURM knows the number; a shell's start-up file may have set another
+        # NNODES.
         nnodes = read_number(variables, "NNODES", 1, low=1)
         maximum = read_number(variables, "SLURM_STEP_NUM_NODES", nnodes, low=1)
         minimum = maximum

@@ -6,9 +6,9 @@
     + memory                  `plan`         the candidate that fits
 
 `plan` is a function of its arguments: no process group, no device and no data is needed, so that
-`estimate`, `translate`, benchmarks and tests plan runs on machines that do not exist. It has the one
-list of checks. What it accepts, a launch can train, if its memory and its folders are large enough
-(`plan_here`).
+`estimate`, `translate`, benchmarks and tests plan runs on machines that do not exist. It has the
+one list of checks. What it accepts, a launch can train, if its memory and its folders are large
+enough (`plan_here`).
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def keep(cfg: TrainConfig, resume: ResumePoint) -> Kept:
         settings chosen by memory  those of flags that are still `auto`, while they fit
         the order of the data      always; the stream compares its state (data/stream.py)
 
-    All others follow the flags and the machine, among them length, precision and axes. `check_resume`
-    rejects a change of model or optimizer, and `list_changes` logs the others.
+    All others follow the flags and the machine, among them length, precision and axes.
+    `check_resume` rejects a change of model or optimizer, and `list_changes` logs the others.
     """
     saved = resume.saved
     if saved is None:
@@ -337,7 +337,8 @@ def choose_settings(
     """Returns the candidate that memory allows, with a reason for each flag that is `auto`.
 
     The recomputation is the cheapest with which the smallest micro-batch fits, else the one with
-    the least memory. The micro-batch is the largest that then fits with a margin, else the smallest.
+    the least memory. The micro-batch is the largest that then fits with a margin, else the
+    smallest.
 
     earlier   the launch that wrote the checkpoint; its choice is kept while it fits, without the margin
 

@@ -1,10 +1,10 @@
 """The training loop: the operations of a step, in their order.
 
 The loss of a step is the sum over all unmasked labels of the global batch, divided by their number.
-The number is known before the first backward pass, so the gradient of every micro-batch has its final
-weight, however labels are spread over ranks and micro-batches. FSDP averages gradients over ranks; a
-factor undoes that. A step whose gradient is not finite changes nothing. Nothing is read back from
-the device except on steps that are reported.
+The number is known before the first backward pass, so the gradient of every micro-batch has its
+final weight, however labels are spread over ranks and micro-batches. FSDP averages gradients over
+ranks; a factor undoes that. A step whose gradient is not finite changes nothing. Nothing is read
+back from the device except on steps that are reported.
 """
 
 from __future__ import annotations
@@ -263,7 +263,8 @@ def train_step(
         timer.mark("clip")
         tokens = state.tokens_seen + _size(batch, mesh)[1]
         rate = partial(settings.schedule, step, tokens)
-        # A step without labels changes nothing, not even by weight decay: skipped as a non-finite one.
+        # A step without labels changes nothing, not even by weight decay: skipped as a non-finite
+        # one.
         norm_or_nan = grad_norm.where(num_labels > 0, torch.nan)
         state.optimizers.step(rate, norm_or_nan, clip)
         await_optimizer(model)

@@ -1,8 +1,8 @@
 """The Python part of scripts/train.sh: finds the flags, prepares the text, trains, prints the results.
 
 Usage: python -m scripts.quickstart [flags of the script] -- [flags of the user]. The flags of a run
-are the presets of the quickstart, then the script's, then the user's. A wrong flag ends it with exit
-status 2 before any work. Imports no torch.
+are the presets of the quickstart, then the script's, then the user's. A wrong flag ends it with
+exit status 2 before any work. Imports no torch.
 """
 
 from __future__ import annotations

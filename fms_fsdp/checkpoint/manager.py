@@ -36,10 +36,10 @@ class CheckpointManager:
     """Saves and deletes the checkpoints of a launch. All methods are collective.
 
     `settle()` completes `state.non_finite_steps` and `state.last_finite_step`, which may lag a step
-    behind on a GPU. `alive(extra_s)` extends the watchdog's deadline, because this rank may wait for
-    another rank's save. `event` records a failure in metrics.jsonl. `save_s`: duration of the last
-    save, at first an estimate. `host_bytes`: host memory that the copies of this rank may take.
-    `spared_steps` returns the steps that are not deleted yet, because an export needs them.
+    behind on a GPU. `alive(extra_s)` extends the watchdog's deadline, because this rank may wait
+    for another rank's save. `event` records a failure in metrics.jsonl. `save_s`: duration of the
+    last save, at first an estimate. `host_bytes`: host memory that the copies of this rank may
+    take. `spared_steps` returns the steps that are not deleted yet, because an export needs them.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     seq_length: int = logged_flag(4096, min=1)
     \"\"\"Tokens per sequence, the context length of training.\"\"\"
 
-The row and its docstring hold everything about a flag: --help, docs/reference/flags.md, the checks of
-values, the default run name and the resume rules read them.
+The row and its docstring hold everything about a flag: --help, docs/reference/flags.md, the checks
+of values, the default run name and the resume rules read them.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ FLAGS_WIDTH = 96  # characters of a line of `describe_changes`
 # flags that are not part of a config: no file and no run name contains them
 _FILES = {name: Flag("", name=name, type=str, form="path") for name in ("config", "config_dir")}
 _DRY_RUN = Flag(False, name="dry_run", type=bool)
-# flags of a line say the same thing in different ways: a later layer with one of them removes the others
+# flags of a line say the same thing in different ways: a later layer with one of them removes the
+# others
 _ALTERNATIVES = (
     ("num_steps", "num_tokens", "num_samples", "num_epochs"),
     ("model_variant", "hf_config", "init_from_hf"),

@@ -82,8 +82,8 @@ class PrecisionConfig:
     """The dtypes in which the model is stored and computed.
 
     When to change: `precision=float8` on H100 and later, once bf16 is known to train well.
-    `bf16_pure` if memory is short. `fp16` on GPUs without bf16. docs/guides/precision.md explains the
-    costs.
+    `bf16_pure` if memory is short. `fp16` on GPUs without bf16. docs/guides/precision.md explains
+    the costs.
     """
 
     precision: str | None = logged_flag(None, choices=PRECISIONS, aliases=_ALIASES)

@@ -127,8 +127,8 @@ def rounded_bytes(num_bytes: float) -> str:
 def did_you_mean(known: Iterable[str], word: str, *, cutoff: float = 0.75, mark: str = "") -> str:
     """Returns a hint with the words that are probably meant; "" if no known word is similar enough.
 
-    These are the known words that extend `word` or that it extends, if there are up to three, else the
-    most similar one. `mark` is printed before each.
+    These are the known words that extend `word` or that it extends, if there are up to three, else
+    the most similar one. `mark` is printed before each.
     """
     known = list(known)
     word = word[:100]

@@ -1,7 +1,7 @@
 """The batch that the stream yields, and its fingerprint.
 
-Shapes: B rows of this data-parallel rank for one optimizer step, S tokens a row. No padding: every position
-of every row holds a token of the corpus.
+Shapes: B rows of this data-parallel rank for one optimizer step, S tokens a row. No padding: every
+position of every row holds a token of the corpus.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ IGNORED_LABEL = -100
 class Batch(NamedTuple):
     """The sequences of one rank for one optimizer step, (B S), in the order of the global batch.
 
-    `labels_BS` is the true next token of the same document, or after a separator the first token of the next
-    document, or -100 if neither exists. `positions_BS` counts from 0 in each document segment,
-    `document_ids_BS` numbers the segments of a sequence from 0: equal ids are one segment of one document.
+    `labels_BS` is the true next token of the same document, or after a separator the first token of
+    the next document, or -100 if neither exists. `positions_BS` counts from 0 in each document
+    segment, `document_ids_BS` numbers the segments of a sequence from 0: equal ids are one segment
+    of one document.
     """
 
     tokens_BS: torch.Tensor  # int64
@@ -71,10 +72,11 @@ def empty_batch(num_rows: int, seq_length: int, *, pin_memory: bool = False) -> 
 def fingerprint(batch: Batch, first_row: int) -> int:
     """Returns the sum modulo 2^64 over the rows of a 64-bit hash of (row position, tokens, labels).
 
-    Sums of the ranks' values, modulo 2^64, are the fingerprint of the global batch: equal at every world
-    size. Computed on the CPU; a batch on another device is copied. `first_row` is the position of row 0 in
-    the global batch. A row hashes to mix64(a + b + mix64(position)), where a = sum_i mix64(token_i + (2i) *
-    GOLDEN) and b = sum_i mix64(label_i + (2i + 1) * GOLDEN), all modulo 2^64.
+    Sums of the ranks' values, modulo 2^64, are the fingerprint of the global batch: equal at every
+    world size. Computed on the CPU; a batch on another device is copied. `first_row` is the
+    position of row 0 in the global batch. A row hashes to mix64(a + b + mix64(position)), where a =
+    sum_i mix64(token_i + (2i) * GOLDEN) and b = sum_i mix64(label_i + (2i + 1) * GOLDEN), all
+    modulo 2^64.
     """
     num_rows, seq_length = batch.tokens_BS.shape
     salt_S = np.arange(seq_length, dtype=np.uint64) * np.uint64((2 * GOLDEN) & MASK)

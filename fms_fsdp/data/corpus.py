@@ -107,9 +107,9 @@ def open_corpus(
     """Returns the corpus that the flags describe: the shards of each source and the token counts.
 
     Reads counts and the headers of a few shards, no tokens. Without `datasets`, every folder with
-    shards is a source; without `weights`, sources are weighted by their tokens, at least by 1/65,536.
-    A shard that links give several names is read once.
-    `check_shards` compares opened shards with their counts.
+    shards is a source; without `weights`, sources are weighted by their tokens, at least by
+    1/65,536. A shard that links give several names is read once. `check_shards` compares opened
+    shards with their counts.
 
     Example:
         corpus = open_corpus(DataConfig(data_path="data/own", datasets=("docs", "code")))
@@ -239,8 +239,8 @@ def delimiter_of(shard: Shard, sep_token: int, trusted: bool = False) -> int:
 def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list[str]:
     """Returns --datasets, or else all folders with shards.
 
-    Folders of another corpus inside this one are left alone: `prepare --split` writes validation/ with
-    its own meta/.
+    Folders of another corpus inside this one are left alone: `prepare --split` writes validation/
+    with its own meta/.
     """
     inner = tuple(path.rpartition("/meta/")[0] + "/" for path in paths if "/meta/" in path)
     inner += ("meta/",)

@@ -12,8 +12,8 @@ from fms_fsdp.errors import UserError, import_function
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 
 
-# What is answered for a stream that does not have it. Without `begin_after` a new stream begins with its
-# first batch, whatever the number of the step.
+# What is answered for a stream that does not have it. Without `begin_after` a new stream begins
+# with its first batch, whatever the number of the step.
 ANSWERED: dict[str, Any] = {
     "last_step": None,
     "num_masked_rows": 0,
@@ -43,10 +43,11 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
     """Returns the function that `--dataset_builder` names, with `--data_kwargs` bound as text.
 
     It is called as `build(section, seed=…, vocab_size=…, global_batch_size=…, dp_rank=…, dp_size=…,
-    pin_memory=…, **data_kwargs)`. The stream that it builds must have the methods in `REQUIRED`, with the
-    meaning that `stream.Stream` gives them, and may have the others.
+    pin_memory=…, **data_kwargs)`. The stream that it builds must have the methods in `REQUIRED`,
+    with the meaning that `stream.Stream` gives them, and may have the others.
 
-    Raises: UserError if there is no such module or function, or (when called) if the stream lacks a method.
+    Raises: UserError if there is no such module or function, or (when called) if the stream lacks a
+    method.
     """
     name = section.dataset_builder
     build = import_function(name, "--dataset_builder")

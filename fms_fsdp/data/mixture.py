@@ -72,8 +72,9 @@ class Mixture:
 
     def __init__(self, quotas: Mapping[str, int]) -> None:
         self.names: tuple[str, ...] = tuple(sorted(quotas))
-        # A Huffman tree: the two smallest quotas are joined again and again. Quota, the lowest index of a
-        # source below, which decides between equal quotas, and the node: a source or a split.
+        # A Huffman tree: the two smallest quotas are joined again and again. Quota, the lowest
+        # index of a source below, which decides between equal quotas, and the node: a source or a
+        # split.
         heap: list[tuple[int, int, _Split | int]] = []
         for i, name in enumerate(self.names):
             heap.append((quotas[name], i, i))

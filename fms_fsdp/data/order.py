@@ -11,9 +11,9 @@ The remaining sequences, fewer than there are chunks, are placed one by one betw
 
 A *shuffle window* is 16 chunks (4 in a small source) drawn from the whole ring by a keyed
 permutation; its documents are shuffled and fill its sequences. A *logical shard* is a list of
-windows that are read one after the other; L of them are read interleaved, one sequence each in turn.
-At the end of an epoch the extra sequences are read in the same way, in windows of 16 of them. A
-source of few sequences has no chunks: all its sequences are extra.
+windows that are read one after the other; L of them are read interleaved, one sequence each in
+turn. At the end of an epoch the extra sequences are read in the same way, in windows of 16 of them.
+A source of few sequences has no chunks: all its sequences are extra.
 
 Invariant: in each epoch every token comes exactly once, except the remainder.
 """

@@ -288,7 +288,8 @@ def bestfit(lengths: list[int], size: int, key: int) -> npt.NDArray[np.int64]:
     Documents longer than a sequence are cut first. The others are placed whole, longest first, each
     where it leaves the least free space; the rest is split over the largest free spaces. The
     sequences are shuffled.
-    Source: Ding et al., "Fewer truncations improve language modeling" (2024), with all space filled.
+    Source: Ding et al., "Fewer truncations improve language modeling" (2024), with all space
+    filled.
     """
     num_sequences = sum(lengths) // size
     parts = []

@@ -2,8 +2,8 @@
 
     step ── Order.addresses ──> addresses ── SourceReader.window ──> documents ── read_sequence ──> Batch
 
-Invariant: the global batch t is a function of (names and counts of the shards, seed, phases, t). The
-only state is the last consumed step and the phases, identical on every rank; ranks do not
+Invariant: the global batch t is a function of (names and counts of the shards, seed, phases, t).
+The only state is the last consumed step and the phases, identical on every rank; ranks do not
 communicate.
 """
 
@@ -450,9 +450,9 @@ def build_stream(
 ) -> TokenStream:
     """Returns the stream of this rank, on synthetic tokens if `corpus` is None.
 
-    `settings` are fields of `TokenStream`: `global_batch_size` in sequences, `dp_rank`, `dp_size`, and
-    optionally `rampup` and `pin_memory`. The batches have tensors (B S) with B = global_batch_size /
-    dp_size and S = `section.seq_length`.
+    `settings` are fields of `TokenStream`: `global_batch_size` in sequences, `dp_rank`, `dp_size`,
+    and optionally `rampup` and `pin_memory`. The batches have tensors (B S) with B =
+    global_batch_size / dp_size and S = `section.seq_length`.
 
     Example:
         section = DataConfig(data_path="data/own", seq_length=128)

@@ -1,8 +1,8 @@
 """Synthetic tokens: a corpus whose files are computed, with a pattern that a model can learn.
 
-With A = the largest power of two <= min(vocab_size, 256), the next token is (5 x + 3) mod A, a cycle
-through all A tokens, except that every 32nd token is random: the loss of a model that has learned
-the rule is about (ln A) / 32.
+With A = the largest power of two <= min(vocab_size, 256), the next token is (5 x + 3) mod A, a
+cycle through all A tokens, except that every 32nd token is random: the loss of a model that has
+learned the rule is about (ln A) / 32.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     eval_data_path | data_path/validation | data_path ─ open_held_out ─ HeldOut per source ─ sequences
 
-Invariant: sequence i of a source is a function of (its shards, seq_length, packing, i) alone: the same in
-every evaluation, at every world size, batch and training seed. They are the first sequences of an epoch in
-shuffled order, so a sample of the whole source without repetition.
+Invariant: sequence i of a source is a function of (its shards, seq_length, packing, i) alone: the
+same in every evaluation, at every world size, batch and training seed. They are the first sequences
+of an epoch in shuffled order, so a sample of the whole source without repetition.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def _store_of_attempt(world: World, timeout: timedelta) -> dist.Store:
 
     The agent's store still has the keys of earlier attempts, and no variable of torchrun names an
     attempt on all nodes: an agent whose own workers were well does not count the restart. So rank 0
-    draws a name. Another rank asks for the name with a key that no earlier process had, and confirms
-    the answer. Until then rank 0 repeats its answers: the first question that it finds may be one of
-    an earlier attempt.
+    draws a name. Another rank asks for the name with a key that no earlier process had, and
+    confirms the answer. Until then rank 0 repeats its answers: the first question that it finds may
+    be one of an earlier attempt.
     """
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

@@ -2,11 +2,12 @@
 
     config_from_hf(content) -> TransformerConfig          config_to_hf(config) -> content
 
-Each family lists the fields that its class in transformers reads. A field that is in no list is an error, so
-that no option of a published model is ignored silently. Export needs no table of its own: a config can be
-exported if config_from_hf reads its config.json back as the same config.
+Each family lists the fields that its class in transformers reads. A field that is in no list is an
+error, so that no option of a published model is ignored silently. Export needs no table of its own:
+a config can be exported if config_from_hf reads its config.json back as the same config.
 
-Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt2,gpt_neox} (configuration and modeling).
+Source: transformers 5.23, models/{llama,mistral,qwen2,qwen3,gpt2,gpt_neox} (configuration and
+modeling).
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ _GELUS = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-# fields that change no logits: names and versions, token ids and generation, other tasks and outputs, training
+# fields that change no logits: names and versions, token ids and generation, other tasks and
+# outputs, training
 _HARMLESS = frozenset(
     "architectures model_type torch_dtype dtype transformers_version auto_map tokenizer_class name_or_path "
     "is_llama_config unsloth_version unsloth_fixed transformers.js_config torchscript use_bfloat16 "
@@ -177,7 +179,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "scale_attn_weights": (True,),
     "pruned_heads": ({}, []),
 }
-# Fields of weights that are stored in few bits, by GPTQ, AWQ, bitsandbytes, compressed-tensors, MLX.
+# Fields of weights that are stored in few bits, by GPTQ, AWQ, bitsandbytes, compressed-tensors,
+# MLX.
 _QUANTIZATION = frozenset(["quantization_config", "compression_config", "quantization"])
 # fields of sliding windows, which classes of full attention do not read
 _WINDOW_FIELDS = ("sliding_window", "max_window_layers")
@@ -355,7 +358,8 @@ _ROPE_KEYS = {  # of each rope_type: the keys it needs
 def _rope(family: Family, content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     """Returns rope_theta, rope_pct and rope_scaling.
 
-    Transformers 4 and 5 spell them differently, and a file may hold both spellings, which must agree.
+    Transformers 4 and 5 spell them differently, and a file may hold both spellings, which must
+    agree.
     """
     if family.theta is None:
         return {}

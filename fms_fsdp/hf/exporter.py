@@ -20,7 +20,8 @@ _ROOT = str(Path(__file__).parents[2])  # the folder of the package
 class Exporter:
     """Exports each checkpoint whose step is due, once it is complete.
 
-    `fms_fsdp export` does it in a separate process of low priority, one at a time; a failure is logged.
+    `fms_fsdp export` does it in a separate process of low priority, one at a time; a failure is
+    logged.
 
     A launch that ends before its run does not wait: it drops a running export without a trace. The
     due steps are in exports/due.json, so the next launch makes their exports.

@@ -1,6 +1,7 @@
 """`python -m fms_fsdp import`: converts a checkpoint of upstream fms-fsdp to a Hugging Face checkpoint.
 
-Hugging Face checkpoints need no import: training (--init_from_hf), generate and evaluate read them in place.
+Hugging Face checkpoints need no import: training (--init_from_hf), generate and evaluate read them
+in place.
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ def export_tokenizer(
 ) -> str:
     """Writes the tokenizer for transformers.AutoTokenizer; returns a note for the user, "" if all is well.
 
-    It gives a text the ids of training, after `bos_id` if there is one, and applies the chat template. A
-    sentencepiece model is converted by transformers: here if it is installed, else when it is loaded.
+    It gives a text the ids of training, after `bos_id` if there is one, and applies the chat
+    template. A sentencepiece model is converted by transformers: here if it is installed, else when
+    it is loaded.
     """
     tokenizer.save(folder)
     settings: dict[str, Any] = {"model_max_length": max_len}

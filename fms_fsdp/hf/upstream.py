@@ -2,8 +2,8 @@
 
     step_N_ckp (DCP) or .pth ── rename ── split fused rows, reorder q and k ── HFCheckpoint
 
-Upstream's RoPE rotates neighbouring dimensions (2i, 2i + 1) of a head, ours and Hugging Face's rotates
-(i, i + K/2), so the rows of q and k change places. The optimizer state is not read.
+Upstream's RoPE rotates neighbouring dimensions (2i, 2i + 1) of a head, ours and Hugging Face's
+rotates (i, i + K/2), so the rows of q and k change places. The optimizer state is not read.
 
 Source: https://github.com/foundation-model-stack/foundation-model-stack (fms/models/llama.py,
 fms/modules/positions.py) and https://github.com/foundation-model-stack/fms-fsdp

@@ -3,12 +3,13 @@
     safetensors, memory-mapped ── split ── load_weights: each rank copies its shard    (import, --init_from_hf)
     our checkpoint ── fuse ── save_weights: model-0000N-of-0000M.safetensors + index   (export)
 
-One table of names serves both directions. Transposed matrices (GPT-2) and fused q, k, v (GPT-2, GPT-NeoX) are
-the only transformations: our RoPE rotates the same pairs of dimensions as transformers.
+One table of names serves both directions. Transposed matrices (GPT-2) and fused q, k, v (GPT-2,
+GPT-NeoX) are the only transformations: our RoPE rotates the same pairs of dimensions as
+transformers.
 
-The safetensors format is an 8-byte length, a JSON header and raw bytes. It is read and written here, so that
-the base install needs no further package and an export streams single weights (safetensors' save_file takes
-all weights of a file at once).
+The safetensors format is an 8-byte length, a JSON header and raw bytes. It is read and written
+here, so that the base install needs no further package and an export streams single weights
+(safetensors' save_file takes all weights of a file at once).
 Source: https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -322,8 +323,8 @@ def _with_prefix(
 ) -> dict[str, torch.Tensor]:
     """Returns the weights by the names of the class with a head.
 
-    Models saved without it, such as the published GPT-2, have no prefix. Transformers 5 calls the head
-    of GPT-NeoX lm_head.
+    Models saved without it, such as the published GPT-2, have no prefix. Transformers 5 calls the
+    head of GPT-NeoX lm_head.
     """
     first_name = next(iter(weight_map(replace(config, num_layers=1))))
     prefix = first_name.partition(".")[0] + "."

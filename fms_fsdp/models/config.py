@@ -113,7 +113,8 @@ class TransformerConfig:
 def count_params(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Counts the parameters of the units that FSDP gathers: the embedding, one block and the head.
 
-    The second number of each is the parameters in matrices of matmuls. A tied head has only its norm.
+    The second number of each is the parameters in matrices of matmuls. A tied head has only its
+    norm.
     """
     if config.model_builder:
         return _count_built(config)

@@ -1,8 +1,8 @@
 """Parameters and floating-point operations of a model, as formulas of its shape.
 
 FLOPs per token follow the published training reports: 6 N + 12 H K Σ T, where N is the number of
-parameters and T the sequence length, or the window of a layer if shorter, summed over the layers, as
-if attention were not causal. Source: Chowdhery et al. 2022 (PaLM), appendix B.
+parameters and T the sequence length, or the window of a layer if shorter, summed over the layers,
+as if attention were not causal. Source: Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def matmul_flops_per_token(config: TransformerConfig, seq_length: int) -> int:
 def keeps_matmul(kept: Collection[str], index: int) -> bool:
     """Returns whether a block that keeps the results `kept` keeps the result of a matmul.
 
-    `kept` is `ParallelConfig.kept_ops`; `index` counts q, k, v, o and the two or three matmuls of the
-    feed-forward layer.
+    `kept` is `ParallelConfig.kept_ops`; `index` counts q, k, v, o and the two or three matmuls of
+    the feed-forward layer.
     """
     if "matmuls" in kept:
         return True

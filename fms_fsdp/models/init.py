@@ -5,8 +5,8 @@ and in every layout.
               ── rows 256..511 ─ generator(seed, name, 1) ─┼─ a rank draws only the blocks that hold its rows
               ── …                                         ┘
 
-Values are drawn on the CPU in fp32, whatever the device, and copied; besides the shard itself, only a few
-row blocks are in memory.
+Values are drawn on the CPU in fp32, whatever the device, and copied; besides the shard itself, only
+a few row blocks are in memory.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def init_weights(model: Llama, seed: int) -> None:
     matrices that write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`, if
     `residual_scaled_init`.
 
-    Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019 (GPT-2),
-    section 2.3, for the depth scaling.
+    Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019
+    (GPT-2), section 2.3, for the depth scaling.
     """
     config = model.config
     depth = 2 * config.num_layers if config.residual_scaled_init else 1

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.models.attention import compiled
 
-# fp32 logits of a chunk. Fewer chunks are faster, since each adds a gradient of the whole head; smaller
-# ones need less memory.
+# fp32 logits of a chunk. Fewer chunks are faster, since each adds a gradient of the whole head;
+# smaller ones need less memory.
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 Losses = tuple[torch.Tensor, ...]
 # (gradient at the label, loss[, more losses]) of each token, (C 1) fp32, from (logits, labels)
@@ -39,8 +39,8 @@ def chunk_size(num_tokens: int, vocab_size: int, device_type: str) -> int:
 def empty_logits(like: torch.Tensor, num_tokens: int, vocab_size: int) -> torch.Tensor:
     """Allocates logits (num_tokens, vocab_size).
 
-    On a GPU each row begins at a multiple of 128 bytes: matmuls with an odd vocabulary size, such as
-    50,257, are slow otherwise.
+    On a GPU each row begins at a multiple of 128 bytes: matmuls with an odd vocabulary size, such
+    as 50,257, are slow otherwise.
     """
     multiple = 64 if like.is_cuda else 1
     padded_size = -(-vocab_size // multiple) * multiple

@@ -1,7 +1,8 @@
 """The table of variants, and the shape of a run: variant, flags, vocabulary of the data → config.
 
-The names are the values of `--model_variant`; `--list_variants` prints sizes and memory. Sources: the
-config.json of each published model, and for the GPTs the papers named below. Works without torch.
+The names are the values of `--model_variant`; `--list_variants` prints sizes and memory. Sources:
+the config.json of each published model, and for the GPTs the papers named below. Works without
+torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Muon: momentum whose update of a matrix has all singular values near 1.
 
-torch.optim.Muon computes on DTensors with collectives in every matmul. Here each rank orthogonalizes full
-matrices: the shards of a matrix are sent to one rank and the result back, in two all-to-alls for as many
-matrices as there are ranks.
+torch.optim.Muon computes on DTensors with collectives in every matmul. Here each rank
+orthogonalizes full matrices: the shards of a matrix are sent to one rank and the result back, in
+two all-to-alls for as many matrices as there are ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Muon(ShardedOptimizer):
         m = momentum m + (1 − momentum) g
         u = orthogonalized m, with nesterov momentum m + (1 − momentum) g      w = w − lr · scale · u
 
-    `scale`: "rms" is 0.2 √max(rows, columns), which gives the update the RMS of AdamW's, so that both
-    share a learning rate; "original" is √max(1, rows / columns).
+    `scale`: "rms" is 0.2 √max(rows, columns), which gives the update the RMS of AdamW's, so that
+    both share a learning rate; "original" is √max(1, rows / columns).
     Source: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al. (rms),
     https://arxiv.org/abs/2502.16982.
     """
@@ -87,7 +87,8 @@ def _orthogonalize(
 ) -> Tensors:
     """Orthogonalizes full matrices from their shards, and returns the local shards (collective).
 
-    Rank i of the group computes matrix i, if there is one. Without a group the shards are full matrices.
+    Rank i of the group computes matrix i, if there is one. Without a group the shards are full
+    matrices.
     """
     if group is None:
         return [orthogonalize(shard, num_steps) for shard in shards]

@@ -1,7 +1,8 @@
 """Builds the optimizer that --optimizer names, and runs its steps.
 
-A step whose gradient norm is not finite changes no weight, no state and no step count. Fused optimizers
-and RoundedAdamW skip on the device; for the others the host reads the norm and skips the call.
+A step whose gradient norm is not finite changes no weight, no state and no step count. Fused
+optimizers and RoundedAdamW skip on the device; for the others the host reads the norm and skips the
+call.
 """
 
 from __future__ import annotations
@@ -232,8 +233,8 @@ def _create_state(
 ) -> None:
     """Creates the state that an elementwise optimizer of torch creates in its first step.
 
-    A step of one number with gradient 0 shows names and initial values. Dampened SGD is excluded: its
-    first momentum is the gradient itself, undampened.
+    A step of one number with gradient 0 shows names and initial values. Dampened SGD is excluded:
+    its first momentum is the gradient itself, undampened.
     """
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.zeros(1)

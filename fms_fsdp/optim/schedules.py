@@ -3,8 +3,8 @@
     lr = base * position / warmup         before the end of the warmup
          base * multiplier                after it, constant from the end of the decay on
 
-With p from 0 at the end of the warmup to 1 at the end of the decay, n the position since the warmup, and
-m the minimum (`--min_lr_ratio`), the multiplier of `--lr_schedule` is
+With p from 0 at the end of the warmup to 1 at the end of the decay, n the position since the
+warmup, and m the minimum (`--min_lr_ratio`), the multiplier of `--lr_schedule` is
 
     cosine       m + (1 - m) (1 + cos(pi p)) / 2     Loshchilov and Hutter, https://arxiv.org/abs/1608.03983
     linear       m + (1 - m) (1 - p)
@@ -58,8 +58,8 @@ class Milestones:
 def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = False) -> Milestones:
     """Returns the milestones of a run of this length.
 
-    They are in tokens if a flag is in samples or tokens, or with `in_tokens` (a run with a batch size
-    ramp) if no flag is in steps.
+    They are in tokens if a flag is in samples or tokens, or with `in_tokens` (a run with a batch
+    size ramp) if no flag is in steps.
 
     Raises:
         UserError: the decay ends before it begins.

@@ -1,7 +1,7 @@
 """Optimizers that torch does not have, or whose torch class does not work on DTensors (torch 2.11 to 2.13).
 
-All step on local shards. A value of a full tensor (a norm, the mean of a row) is reduced over the ranks
-that hold its shards, for all tensors in one collective. Weight decay is decoupled.
+All step on local shards. A value of a full tensor (a norm, the mean of a row) is reduced over the
+ranks that hold its shards, for all tensors in one collective. Weight decay is decoupled.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class Lamb(ShardedOptimizer):
         m = β1 m + (1 − β1) g      v = β2 v + (1 − β2) g²      both with bias correction
         u = m / (√v + ε) + decay · w      w = w − lr · ‖w‖/‖u‖ · u      ratio 1 if a norm is 0
 
-    Source: You et al., "Large batch optimization for deep learning", https://arxiv.org/abs/1904.00962.
+    Source: You et al., "Large batch optimization for deep learning",
+    https://arxiv.org/abs/1904.00962.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")

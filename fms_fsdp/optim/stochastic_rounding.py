@@ -1,13 +1,13 @@
 """Stochastic rounding of weights and moments to bf16.
 
-In bf16 a weight that should change by less than 1/512 of its value does not change if it is rounded to
-nearest. Rounded stochastically, up with a probability equal to its distance from the lower neighbor, it
-changes correctly on average.
+In bf16 a weight that should change by less than 1/512 of its value does not change if it is rounded
+to nearest. Rounded stochastically, up with a probability equal to its distance from the lower
+neighbor, it changes correctly on average.
 
     (seed, step, name) -> key -> row -> column -> 16 bits for a weight -> 16 bits for each of its moments
 
-The random bits are a hash of the position of an element in the full tensor, not the output of a generator,
-so they are the same on any number of ranks and after a resume.
+The random bits are a hash of the position of an element in the full tensor, not the output of a
+generator, so they are the same on any number of ranks and after a resume.
 
 Source: Zamirai et al., "Revisiting BFloat16 Training", https://arxiv.org/abs/2010.06192;
 https://github.com/skeeto/hash-prospector (the hash).
@@ -33,7 +33,8 @@ from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.sharded_optimizers import Group, Pair, ShardedOptimizer, State
 
 _MAX_BITS = 0x7F7FFFFF  # the bits of the largest finite fp32 number
-# Without these options torch's compiler writes fp32 copies of all results to memory and reads them again.
+# Without these options torch's compiler writes fp32 copies of all results to memory and reads them
+# again.
 _ONE_KERNEL: dict[str, Any] = {"realize_reads_threshold": 64, "realize_opcount_threshold": 1000}
 Chunk = tuple[list[torch.Tensor], list[torch.Tensor]]  # tensors; key and indices for `random_bits`
 
@@ -62,8 +63,8 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
 def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Returns fp32 values that bf16 can represent, by the lower 16 of the random bits (int32).
 
-    16 bits are added below the last bit that is kept, and the carry decides. The carry never reaches
-    infinity; infinities and (quiet) NaN do not change.
+    16 bits are added below the last bit that is kept, and the carry decides. The carry never
+    reaches infinity; infinities and (quiet) NaN do not change.
     """
     as_bits = values.view(torch.int32)
     headroom = _MAX_BITS - (as_bits & 0x7FFFFFFF)  # negative if the value is not finite
@@ -114,8 +115,8 @@ class RoundedAdamW(ShardedOptimizer):
 
     Every operation rounds once, so results do not depend on the sharding. `names` maps names to
     parameters. With `compiled` the update of a parameter is one kernel. Like torch's fused
-    optimizers it divides gradients by `grad_scale`, and changes nothing if `found_inf` is set, on the
-    device; the step count is corrected when the next step begins.
+    optimizers it divides gradients by `grad_scale`, and changes nothing if `found_inf` is set, on
+    the device; the step count is corrected when the next step begins.
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
 
@@ -239,8 +240,9 @@ def compile_update() -> Callable[..., None]:
 class RoundedWeights:
     """fp32 weights that are replaced by stochastically rounded ones during a step (bf16_mixed_sr).
 
-    All micro-batches of a step, and every all-gather and cast in it, use the same rounded weights. The
-    optimizer, checkpoints, evaluations and exports use the fp32 weights. Takes 2 bytes per local element.
+    All micro-batches of a step, and every all-gather and cast in it, use the same rounded weights.
+    The optimizer, checkpoints, evaluations and exports use the fp32 weights. Takes 2 bytes per
+    local element.
 
     Source: `mixed_precisionSR` of AWS NeuronX Distributed,
     https://awsdocs-neuron.readthedocs-hosted.com/en/latest/libraries/nxd-training/.
@@ -264,8 +266,8 @@ class RoundedWeights:
         try:
             yield
         finally:
-            # The same random bits show if there was a carry, so fp32 weights return exactly unless they
-            # are not finite or exceed the largest bf16 number.
+            # The same random bits show if there was a carry, so fp32 weights return exactly unless
+            # they are not finite or exceed the largest bf16 number.
             with torch.no_grad():
                 for weight, lower, bits in self._chunks(step):
                     low = lower.int().bitwise_and_(0xFFFF)

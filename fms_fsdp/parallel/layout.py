@@ -206,8 +206,8 @@ def layers_of_stages(
 ) -> tuple[range, ...]:
     """Returns the consecutive layers of each stage, at least one.
 
-    Minimizes the FLOPs of the most expensive stage, then the sum of the squares; the head counts as a
-    part of the last layer.
+    Minimizes the FLOPs of the most expensive stage, then the sum of the squares; the head counts as
+    a part of the last layer.
 
     Example of 19 layers, a head as expensive as three, and 4 stages: 5, 5, 6 and 3 layers.
     """

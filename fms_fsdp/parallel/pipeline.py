@@ -134,8 +134,8 @@ class Pipeline(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Runs one schedule: forward and backward passes of all micro-batches (collective).
 
-        Adds the gradients of loss times `factor`. Returns the summed loss and, with a z-loss, its sum;
-        0 on ranks without the last stage.
+        Adds the gradients of loss times `factor`. Returns the summed loss and, with a z-loss, its
+        sum; 0 on ranks without the last stage.
         """
         self._finish_sends()
         if positions_BS is None:
@@ -175,7 +175,8 @@ class Pipeline(nn.Module):
     def _schedule_for(self, shape: torch.Size) -> Any:
         """Returns the schedule for tokens of this shape.
 
-        It is given the shapes that stages send, which torch would infer by a forward and backward pass.
+        It is given the shapes that stages send, which torch would infer by a forward and backward
+        pass.
         """
         if shape in self._schedules:
             return self._schedules[shape]
@@ -230,8 +231,8 @@ class Pipeline(nn.Module):
         """Runs a forward pass of the whole batch, without gradients (collective).
 
         With labels it returns (summed loss, number of labels), the loss 0 on ranks without the last
-        stage. A rank waits only for the stage before its own: in successive calls all stages work at
-        the same time. Without labels it returns fp32 logits (B S V) on every rank, S = 1 with
+        stage. A rank waits only for the stage before its own: in successive calls all stages work
+        at the same time. Without labels it returns fp32 logits (B S V) on every rank, S = 1 with
         `caches`, one per layer of the full model.
         """
         start = caches[0].length if caches else 0

@@ -3,8 +3,8 @@
     sharded     FSDP gathers copies of a unit's weights in the compute dtype, and frees them after use
     unsharded   each module casts its own weight, in the forward and again in the backward pass
 
-Neither way keeps a second copy of all weights on a GPU. On a CPU, where casts are slow and memory is
-not scarce, an unsharded model keeps its cast weights from the forward to the backward pass.
+Neither way keeps a second copy of all weights on a GPU. On a CPU, where casts are slow and memory
+is not scarce, an unsharded model keeps its cast weights from the forward to the backward pass.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class _CastLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            # The cast of the transpose: the compiler would merge two equal casts and keep the result.
+            # The cast of the transpose: the compiler would merge two equal casts and keep the
+            # result.
             dx = grad @ weight.T.to(x.dtype).T
         if ctx.needs_input_grad[1]:
             dweight = matmul(grad.flatten(0, -2).T, x.flatten(0, -2), out_dtype=ctx.weight_dtype)

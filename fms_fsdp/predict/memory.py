@@ -24,8 +24,9 @@ from fms_fsdp.predict.meter import ModelSetup, cost, units
 from fms_fsdp.state import RunConfig
 
 GIB = 2**30
-# Fraction of the memory that comes and goes in a step which the allocator adds. On a CPU glibc cannot
-# use every gap again (tests/predict/test_peaks.py); torch on a GPU rounds sizes up (not measured).
+# Fraction of the memory that comes and goes in a step which the allocator adds. On a CPU glibc
+# cannot use every gap again (tests/predict/test_peaks.py); torch on a GPU rounds sizes up (not
+# measured).
 _ALLOCATOR = {"cpu": 0.27, "cuda": 0.05}
 _GAPS = 0.5  # on a CPU with --recompute=ops: each kept result is between two freed ones
 

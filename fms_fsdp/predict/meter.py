@@ -141,9 +141,10 @@ class Cost:
 def _attention_flops(tensors: list[torch.Tensor], *, is_backward: bool) -> int:
     """Returns the FLOPs over all pairs of positions.
 
-    torch 2.11 does not count grouped-query attention (https://github.com/pytorch/pytorch/pull/177188).
-    Forward, each pair multiplies a query with a key, and a score with a value. Backward, it computes
-    the score again, and one gradient each for the score, the query, the key and the value.
+    torch 2.11 does not count grouped-query attention
+    (https://github.com/pytorch/pytorch/pull/177188). Forward, each pair multiplies a query with a
+    key, and a score with a value. Backward, it computes the score again, and one gradient each for
+    the score, the query, the key and the value.
     """
     if is_backward:
         tensors = tensors[1:]  # the first one is the gradient of the result
@@ -160,9 +161,9 @@ def _attention_flops(tensors: list[torch.Tensor], *, is_backward: bool) -> int:
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory, FLOPs and traffic of operations while it is active.
 
-    `known`: tensors that exist before. With `fused` a tensor counts once a matmul, attention, a norm
-    or a collective has read or written it, because a compiled kernel holds it in registers. The
-    hooks of autograd for saved tensors would miss tensors that activation checkpointing keeps.
+    `known`: tensors that exist before. With `fused` a tensor counts once a matmul, attention, a
+    norm or a collective has read or written it, because a compiled kernel holds it in registers.
+    The hooks of autograd for saved tensors would miss tensors that activation checkpointing keeps.
     """
 
     def __init__(self, known: list[torch.Tensor], fused: bool, sizes: dict[str, int]) -> None:
@@ -280,10 +281,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def kept(self, stay: set[int], held: set[int], recompute: str) -> int:
         """Returns the bytes of the storages that `stay` for the backward pass.
 
-        Instead of the result of an element-wise operation, a compiled program keeps the tensors from
-        which it is computed, of those that the backward pass reads; with `cheap` only results of
-        matmuls and attention, and the input. The partitioner of torch comes to the same bytes within
-        1 % (tests/predict/test_meter.py).
+        Instead of the result of an element-wise operation, a compiled program keeps the tensors
+        from which it is computed, of those that the backward pass reads; with `cheap` only results
+        of matmuls and attention, and the input. The partitioner of torch comes to the same bytes
+        within 1 % (tests/predict/test_meter.py).
         """
         if not self.fused:
             return sum(self.sizes[number] for number in stay if number >= self.num_known)
@@ -315,8 +316,8 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 class _Axis(DeviceMesh):
     """The first rank's mesh of one axis, without processes.
 
-    It needs no default process group, so a launch can measure before or after it has one. A group of
-    torch's fake backend accepts collectives and does nothing.
+    It needs no default process group, so a launch can measure before or after it has one. A group
+    of torch's fake backend accepts collectives and does nothing.
     """
 
     def __init__(self, name: str, size: int) -> None:

@@ -293,8 +293,8 @@ def sample_texts(slices: Sequence[Slice], form: TextFormat, budget: int) -> Iter
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
     """Trains a sentencepiece model (`bpe` or `unigram`); equal texts give equal bytes.
 
-    Ids: 0 UNK, 1 BOS, 2 EOS, then 256 bytes that spell missing characters. Pieces may span line ends and
-    runs of spaces, which are frequent in source code; digits are separate.
+    Ids: 0 UNK, 1 BOS, 2 EOS, then 256 bytes that spell missing characters. Pieces may span line
+    ends and runs of spaces, which are frequent in source code; digits are separate.
 
     Raises:
         UserError: too little text for the vocabulary, or too many characters.

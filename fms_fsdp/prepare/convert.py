@@ -5,8 +5,8 @@
     .parquet      a column of lists of ids
     .arrow        Arrow files or streams with such a column; also shards of upstream fms-fsdp
 
-One file is one slice. An EOS id at the end of a document is dropped because the loader adds it, so sources
-with and without it can be mixed.
+One file is one slice. An EOS id at the end of a document is dropped because the loader adds it, so
+sources with and without it can be mixed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     slices -> [hash, mark copies] -> encode_slice in each process -> journal entries -> publish
 
-The shards are a function of the inputs and options, not of the number of processes or of interruptions:
-slices in the journal are not encoded again.
+The shards are a function of the inputs and options, not of the number of processes or of
+interruptions: slices in the journal are not encoded again.
 """
 
 from __future__ import annotations

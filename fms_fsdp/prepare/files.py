@@ -3,8 +3,8 @@
     --input -> parse_input, find_files -> plan_slices -> Slice
 
 A slice is a fixed part of the input and the unit of parallel work. It depends on the files and
-`slice_bytes` only, never on the number of processes. Plain JSON lines are split at line ends, Parquet at
-row groups; compressed and text files stay whole.
+`slice_bytes` only, never on the number of processes. Plain JSON lines are split at line ends,
+Parquet at row groups; compressed and text files stay whole.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def find_files(
 ) -> list[InputFile]:
     """Returns the files of a file, folder or glob (`**` too), in byte order of their relative names.
 
-    Skips hidden files and folders, `__pycache__` and the output, and follows links. Patterns match relative
-    names. A file with several names counts once, by a name with a known ending if there is one: a
-    cache of the Hugging Face Hub stores nameless files, and links with names to them.
+    Skips hidden files and folders, `__pycache__` and the output, and follows links. Patterns match
+    relative names. A file with several names counts once, by a name with a known ending if there is
+    one: a cache of the Hugging Face Hub stores nameless files, and links with names to them.
 
     Raises:
         FileNotFoundError: there is nothing to read.
@@ -208,7 +208,8 @@ def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) ->
     """Drops the files that only accompany the records of a folder, and logs their names.
 
     A file without a known ending is text in a folder of text. With JSON lines, Parquet and the like
-    it is a README, a checksum or the backup of a shard. A file that was named itself is never skipped.
+    it is a README, a checksum or the backup of a shard. A file that was named itself is never
+    skipped.
     """
     if os.path.isfile(os.path.expanduser(path)):
         return list(files)

@@ -2,8 +2,8 @@
 
     Part ── read_part ──> Document | Problem
 
-Text is verbatim, without a UTF-8 byte order mark at the start of a file. A record that cannot be read is a
-`Problem` with its file and line, which the caller counts.
+Text is verbatim, without a UTF-8 byte order mark at the start of a file. A record that cannot be
+read is a `Problem` with its file and line, which the caller counts.
 """
 
 from __future__ import annotations
@@ -171,8 +171,9 @@ def _decompressor_of(suffix: str) -> Callable[[], Any]:
 class _Members(io.RawIOBase):
     """The decompressed bytes of all members of a file.
 
-    `lzma.open` and `bz2.open` ignore everything after a corrupt second member, and the readers of zstandard
-    take a truncated file for a complete one. Here both are errors; only zero padding is skipped.
+    `lzma.open` and `bz2.open` ignore everything after a corrupt second member, and the readers of
+    zstandard take a truncated file for a complete one. Here both are errors; only zero padding is
+    skipped.
     """
 
     def __init__(self, file: IO[bytes], make_decompressor: Callable[[], Any]) -> None:

@@ -6,8 +6,8 @@
     OUT/.partial/SOURCE/SPLIT/…       shards of a source in progress
     OUT/meta/prepare/SOURCE/          its journal: plan.json, slice-N.json
 
-A source folder appears complete or not at all, a journal entry is written after its shards, and the counts
-file is written last: so a command that was killed resumes when it is run again.
+A source folder appears complete or not at all, a journal entry is written after its shards, and the
+counts file is written last: so a command that was killed resumes when it is run again.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class ShardInfo:
 class ShardWriter:
     """Collects documents in memory and writes them as one Arrow IPC file.
 
-    The file has one column `tokens: large_list<uint16|uint32>`, not null and uncompressed. The metadata of
-    its schema depends on all documents, so a shard is written when it is complete. The same documents give
-    the same bytes.
+    The file has one column `tokens: large_list<uint16|uint32>`, not null and uncompressed. The
+    metadata of its schema depends on all documents, so a shard is written when it is complete. The
+    same documents give the same bytes.
     """
 
     def __init__(self, path: Path, info: ShardInfo) -> None:

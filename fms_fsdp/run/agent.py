@@ -17,9 +17,9 @@ _POLL_S = 0.02
 def agent_pid() -> int:
     """Returns the process id of the torchrun that started this process; 0 if there is none.
 
-    A shell or a container may inherit torchrun's variables. The agent starts each worker as the leader
-    of a new session, and gives only the worker the variable; the worker may be a script that starts
-    this process.
+    A shell or a container may inherit torchrun's variables. The agent starts each worker as the
+    leader of a new session, and gives only the worker the variable; the worker may be a script that
+    starts this process.
     """
     run_id = os.environ.get(RUN_ID)
     if run_id is None:

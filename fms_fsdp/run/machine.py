@@ -18,8 +18,8 @@ from fms_fsdp.state import working_folder
 
 TRACKER_PACKAGES = ("wandb",)  # trackers with the package's name
 # Fractions of the memory that a chosen micro-batch leaves free. The prediction does not include the
-# CUDA context, NCCL and fragments. In a launch one sequence too many ends the run; an estimate is of
-# a machine on which nothing else runs.
+# CUDA context, NCCL and fragments. In a launch one sequence too many ends the run; an estimate is
+# of a machine on which nothing else runs.
 LAUNCH_MARGIN = 0.1
 ESTIMATE_MARGIN = 0.05
 

@@ -32,7 +32,8 @@ class PredictionFailed(RunFailed):
     """The memory of a run cannot be predicted, because of an error, the `reason`.
 
     The prediction runs parts of the model on devices that do not exist, with private functions of
-    torch too, which another version may change. A training does not need it unless a flag is `auto`.
+    torch too, which another version may change. A training does not need it unless a flag is
+    `auto`.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -4,8 +4,9 @@
 
 Bytes and sentencepiece models need no further package; huggingface.py reads every other format.
 
-Invariant: `decode(encode([text])[0]) == text` for bytes and for sentencepiece models that `prepare` trained
-(identity normalization, no dummy prefix, byte fallback), except for U+2581, sentencepiece's mark for a space.
+Invariant: `decode(encode([text])[0]) == text` for bytes and for sentencepiece models that `prepare`
+trained (identity normalization, no dummy prefix, byte fallback), except for U+2581, sentencepiece's
+mark for a space.
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ def no_end_token(name: str, eos_token: str) -> str:
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """Returns the tokenizer `byte`, or the one of a file or folder. An unchanged file is read once.
 
-    Of a folder, tokenizer.json is read before tokenizer.model if the package tokenizers is installed.
+    Of a folder, tokenizer.json is read before tokenizer.model if the package tokenizers is
+    installed.
 
     Raises:
         FileNotFoundError, UserError: no such file, not a tokenizer, or one without an EOS token.

@@ -1,13 +1,14 @@
 """`python -m fms_fsdp estimate`: the memory and the time that a training needs, before there is a machine.
 
-With a device (`--device=h100_80gb`), memory, communication and time are predicted from its data sheet.
-With the throughput of a device (`--tflops`, `--tokens_per_sec_per_device`), the days are a range:
+With a device (`--device=h100_80gb`), memory, communication and time are predicted from its data
+sheet. With the throughput of a device (`--tflops`, `--tokens_per_sec_per_device`), the days are a
+range:
 
     compute = FLOPs per token x tokens / (devices x achieved FLOP/s)
     FLOPs per token: 6 N + 12 L D S, up to 4/3 of it if blocks are recomputed
 
-The forward pass multiplies and adds each of N parameters once per token (2 N), the backward pass twice
-that, and recomputation the forward pass again. Source: Narayanan et al. 2021,
+The forward pass multiplies and adds each of N parameters once per token (2 N), the backward pass
+twice that, and recomputation the forward pass again. Source: Narayanan et al. 2021,
 https://arxiv.org/abs/2104.04473, equations 3 and 4.
 """
 
@@ -335,9 +336,9 @@ class Estimate:
 def with_batch(config: EstimateConfig) -> EstimateConfig:
     """Returns the config of a launch on the devices: with a length and a batch.
 
-    Without flags the global batch is --batch_tokens, rounded down to a multiple of the ranks, and the
-    micro-batch the largest that fits. A pipeline is filled and emptied by each micro-batch, so it
-    has one.
+    Without flags the global batch is --batch_tokens, rounded down to a multiple of the ranks, and
+    the micro-batch the largest that fits. A pipeline is filled and emptied by each micro-batch, so
+    it has one.
 
     Raises:
         UserError: as `resolve`.

@@ -378,8 +378,8 @@ def score_questions(config: EvaluateConfig) -> tuple[Values, str]:
 def choice_scores(loaded: TextModel, prompt: str, choices: Sequence[str]) -> list[float]:
     """Returns the log-probability of each choice after the prompt.
 
-    White space at the end of the prompt belongs to the choices, and tokens count from where the text
-    parts from the prompt's tokens.
+    White space at the end of the prompt belongs to the choices, and tokens count from where the
+    text parts from the prompt's tokens.
     """
     model, tokenizer, rules = loaded
     assert tokenizer is not None

@@ -1,7 +1,7 @@
 """What several keys of a program mean together. The tables of other_programs.toml have the single keys.
 
-`combine` first calls the function of the program, then those for all programs, which make flags of the
-flags that begin with `_`: these exist only in a translation.
+`combine` first calls the function of the program, then those for all programs, which make flags of
+the flags that begin with `_`: these exist only in a translation.
 """
 
 from __future__ import annotations

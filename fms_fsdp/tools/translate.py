@@ -2,10 +2,10 @@
 
     read keys -> find the program -> table of the program -> combine -> TOML, lists, check
 
-config/other_programs.toml has a table per program: the flag of each key, the flags of each value, the
-program's own defaults, and keys without a counterpart. program_rules.py has what keys mean together. A
-value that decides the run and that neither the input nor the program defines is missing: no default of
-ours takes its place.
+config/other_programs.toml has a table per program: the flag of each key, the flags of each value,
+the program's own defaults, and keys without a counterpart. program_rules.py has what keys mean
+together. A value that decides the run and that neither the input nor the program defines is
+missing: no default of ours takes its place.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ LISTS = {  # status of a key: title of its list
     "default": "our default already",
 }
 STOPPING = ("unknown", "changes", "undecided")
-# What decides results or cost: one flag of each group must come from the input or from a default that
-# the program defines. Ours would be silently wrong.
+# What decides results or cost: one flag of each group must come from the input or from a default
+# that the program defines. Ours would be silently wrong.
 _DECIDING = (
     ("num_steps", "num_samples", "num_tokens", "num_epochs"),
     ("batch_size", "global_batch_size"),
