@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import time
 import warnings
 from collections.abc import Callable
@@ -29,7 +28,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -52,6 +50,7 @@ from fms_fsdp.checkpoint.folders import (
     rename_aside,
 )
 from fms_fsdp.checkpoint.index import build_index, read_index
+from fms_fsdp.checkpoint.metadata import unpickle_metadata
 from fms_fsdp.checkpoint.plans import CachingPlanner, FinishedPlan, LayoutChanged, SavePlans
 from fms_fsdp.config.values import counted, format_bytes, shown
 from fms_fsdp.distributed.runtime import gather_objects, log, min_over_ranks
@@ -428,38 +427,8 @@ class CheckpointReader(FileSystemReader):
         except UserError as error:
             raise CorruptCheckpoint(folder, str(error)) from None
         try:
-            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
-            assert isinstance(metadata, Metadata), type(metadata)
+            metadata = unpickle_metadata(content)
         except Exception as error:  # noqa: BLE001 - a pickle can raise anything
             raise CorruptCheckpoint(folder, f"{METADATA}: {error!r}") from None
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
-
-
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata ChunkStorageMetadata TensorStorageMetadata Metadata MetadataIndex "
-        "StorageMeta TensorProperties _MEM_FORMAT_ENCODING"
-    ),
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-    "pathlib": "PosixPath",
-    "pathlib._local": "PosixPath",
-    "torch.serialization": "_get_layout",
-    "torch": "Size",
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11.2 writes enum members so
-            return _memory_format
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _ALLOWED.get(module, "").split():
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
-
-
-def _memory_format(kind: Any, name: str) -> Any:
-    if kind is not dcp_metadata._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("getattr is not allowed")
-    return kind[name]

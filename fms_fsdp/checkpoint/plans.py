@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fms_fsdp.checkpoint.index import build_index
+from fms_fsdp.checkpoint.metadata import unpickle_metadata
 
 _UNCHANGED = SavePlan([], usable=False)
 
@@ -137,7 +138,7 @@ class CachingPlanner(DefaultSavePlanner):
         """Enters new positions into the metadata of the last save, on rank 0 if `is_reused`."""
         changed = {each.index: each.storage_data for rank in results for each in rank}
         if changed:
-            metadata: Any = pickle.loads(self.finished.metadata)
+            metadata: Any = unpickle_metadata(self.finished.metadata)
             metadata.storage_data |= changed
             self.finished.metadata = pickle.dumps(metadata)
             self.finished.index = build_index(metadata)
