@@ -1,7 +1,6 @@
 """Trains a Llama: `main` is the whole flow, from flags to the last checkpoint.
 
-torchrun --nproc_per_node=8 main_training.py --model_variant=7b --sharding_strategy=hsdp
---data_path=DIR
+    torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=DIR
 
     plan_launch   flags, machine, data, checkpoint → RunConfig; creates nothing
     open_run      acquires the run directory and begins its records
