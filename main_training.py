@@ -1,12 +1,12 @@
 """Trains a Llama: `main` is the whole flow, from flags to the last checkpoint.
 
-    torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=DIR
+torchrun --nproc_per_node=8 main_training.py --model_variant=7b --data_path=DIR
 
-    plan_launch   flags, machine, data, checkpoint → RunConfig; creates nothing
-    open_run      acquires the run directory and begins its records
-    build         model, optimizers, weights, progress
-    wire          the components that the loop calls
-    train         the loop, in fms_fsdp/train.py
+plan_launch   flags, machine, data, checkpoint → RunConfig; creates nothing
+open_run      acquires the run directory and begins its records
+build         model, optimizers, weights, progress
+wire          the components that the loop calls
+train         the loop, in fms_fsdp/train.py
 """
 
 # ruff: noqa: E402 - streams, CPU and memory are set up before anything else is imported

@@ -33,7 +33,9 @@ def agent_pid() -> int:
             return 0
         agent = _parent(worker)
         is_python = os.path.basename(os.readlink(f"/proc/{agent}/exe")).startswith("python")
-        return agent if is_python and _run_id(agent) != run_id else 0
+        if is_python and _run_id(agent) != run_id:
+            return agent
+        return 0
     except PermissionError:  # an agent of another user: nothing else is known of it
         return agent
     except OSError:

@@ -88,10 +88,13 @@ def _check_ranking(cfg: TrainConfig) -> None:
     evaluates = cfg.checkpoint.ranks_evaluations
     if not keep.keep_best or (evaluates and cfg.eval.eval_epochs):  # at steps that the data decides
         return
-    interval = cfg.eval.eval_interval if evaluates else cfg.log.report_interval
+    flag = "--report_interval"
+    interval = cfg.log.report_interval
+    if evaluates:
+        flag = "--eval_interval"
+        interval = cfg.eval.eval_interval
     schedule = parse_schedule(keep.checkpoint_schedule, keep.checkpoint_interval)
     if not any(map(schedule.is_due, range(interval, 1000 * interval + 1, interval))):
-        flag = "--eval_interval" if evaluates else "--report_interval"
         multiple = interval * -(-keep.checkpoint_interval // interval) or interval
         fix = f"set --checkpoint_interval to a multiple of {interval}, e.g. {multiple}"
         if keep.checkpoint_schedule:
@@ -160,7 +163,8 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
             f"{_size(free)} is free; free disk space, or choose another folder"
         )
     for name in RUN_FILES:
-        if (path := Path(cfg.output_dir, name)).exists() and not path.is_file():
+        path = Path(cfg.output_dir, name)
+        if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a regular file; rename or remove it")
 
 

@@ -68,24 +68,29 @@ class NonFiniteGuard:
     def settle(self) -> None:
         """Completes the counts in `state`, up to the last step."""
         if self._pending is not None:
-            (step, copy), self._pending = self._pending, None
+            step, copy = self._pending
+            self._pending = None
             self._count(step, *copy.read())
 
     def finish(self) -> None:
         """Raises RunFailed at the end of a run whose last two or more steps were not finite."""
         self.settle()
-        if (count := self.state.non_finite_steps) > 1:
+        count = self.state.non_finite_steps
+        if count > 1:
             raise RunFailed(
                 f"the last {count} steps were not finite, so the last checkpoint is useless; "
                 f"{self._advice()}"
             )
 
     def _count(self, step: int, norm: float, num_labels: float, *scales: float) -> None:
-        data = self.describe(step) if not num_labels or not math.isfinite(norm) else ""
+        data = ""
+        if not num_labels or not math.isfinite(norm):
+            data = self.describe(step)
         if not num_labels:
             log.warning("step %d has no labels; it changed nothing. %s", step, data)
         elif math.isfinite(norm):
-            self.state.non_finite_steps, self.state.last_finite_step = 0, step
+            self.state.non_finite_steps = 0
+            self.state.last_finite_step = step
         elif scales:
             before, now, is_stuck = scales
             text = f"step {step}: the gradient overflows fp16; skipped, loss scale {before:g}"
@@ -97,17 +102,19 @@ class NonFiniteGuard:
         else:
             self.state.non_finite_steps += 1
             count = self.state.non_finite_steps
-            most = f"of at most {self.limit} " if self.limit else ""
-            text = (
-                f"step {step} skipped: gradient norm is {norm} ({count} {most}consecutive). {data}"
-            )
+            so_far = f"{count} consecutive"
+            if self.limit:
+                so_far = f"{count} of at most {self.limit} consecutive"
+            text = f"step {step} skipped: gradient norm is {norm} ({so_far}). {data}"
             log.warning(text)
             if self.limit and count >= self.limit:
                 raise RunFailed(f"{text} {self._advice()}")
 
     def _advice(self) -> str:
         step = newest_healthy_step(self.checkpoints)
-        start = "start again" if step is None else f"resume from step {step} (--resume_step={step})"
+        start = "start again"
+        if step is not None:
+            start = f"resume from step {step} (--resume_step={step})"
         return (
             f"{start} with a lower --learning_rate, or skip the data with --skip_steps{self.advice}"
         )
@@ -142,10 +149,12 @@ class Watchdog:
         while not self._closed.wait(pause_s):
             now = time.monotonic()
             # A suspended process (SIGSTOP, Ctrl-Z) wakes up late: that time does not count.
-            if (lost_s := now - before - pause_s) > pause_s:
+            lost_s = now - before - pause_s
+            if lost_s > pause_s:
                 self._alive_at += lost_s
             before = now
-            if (silent_s := now - self._alive_at) > self._timeout_s:
+            silent_s = now - self._alive_at
+            if silent_s > self._timeout_s:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._path, "a", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file)

@@ -112,8 +112,11 @@ class Machine:
 
 
 def available_memory(device: torch.device, local_world_size: int) -> int:
-    """Returns the bytes that a rank may use: of a GPU, except other programs' memory; of a CPU, this
-    rank's fraction of the free memory of the machine and its control group."""
+    """Returns the bytes that a rank may use.
+
+    Of a GPU that is all except other programs' memory; of a CPU, this rank's fraction of the free
+    memory of the machine and its control group.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     limits = [limit for limit in (_free_memory(), _cgroup_limit()) if limit is not None]
@@ -121,20 +124,27 @@ def available_memory(device: torch.device, local_world_size: int) -> int:
 
 
 def _free_memory() -> int | None:
-    words = _text("/proc/meminfo").partition("MemAvailable:")[2].split()
-    return int(words[0]) * 1024 if words else None
+    _, _, after = _text("/proc/meminfo").partition("MemAvailable:")
+    if not after:
+        return None
+    return int(after.split()[0]) * 1024  # from KiB
 
 
 def _cgroup_limit() -> int | None:
-    """Returns the smallest memory limit of this process's control group and its parents, version 1
-    or 2; None if there is none."""
+    """Returns the smallest memory limit of this process's control group and its parents.
+
+    Reads versions 1 and 2; None if there is no limit.
+    """
     limits = []
     for line in ["0::/", "0:memory:/", *_text("/proc/self/cgroup").splitlines()]:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        is_v2 = controllers == ""
-        root, name = ("", "memory.max") if is_v2 else ("memory", "memory.limit_in_bytes")
+        root = "memory"
+        name = "memory.limit_in_bytes"
+        if controllers == "":  # version 2
+            root = ""
+            name = "memory.max"
         folder = Path(path.lstrip("/"))
         for parent in (folder, *folder.parents):
             text = _text(Path("/sys/fs/cgroup", root, parent, name)).strip()

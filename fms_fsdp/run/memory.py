@@ -145,20 +145,24 @@ class MemoryBudget:
         section = run.config.parallel
         dims = run.dims
         need = self.need(run)
-        is_all = section.recomputes == "blocks"
-        blocks = "--selective_checkpointing=1" if is_all else "--recompute=blocks"
-        for kind, text in (
-            ("cheap", "--recompute=cheap with --use_torch_compile=True"),
-            ("blocks", blocks),
-        ):
-            more: dict[str, Any] = {"use_torch_compile": True} if kind == "cheap" else {}
-            changed = _recomputing(section, kind, "1", **more)
+        blocks = "--recompute=blocks"
+        if section.recomputes == "blocks":  # of some blocks
+            blocks = "--selective_checkpointing=1"
+        changes = {
+            "--recompute=cheap with --use_torch_compile=True": _recomputing(
+                section, "cheap", "1", use_torch_compile=True
+            ),
+            blocks: _recomputing(section, "blocks", "1"),
+        }
+        for text, changed in changes.items():
             other = self.need(replace(run, config=replace(run.config, parallel=changed)))
-            if (saving := need.total - other.total) > 0:
+            saving = need.total - other.total
+            if saving > 0:
                 yield f"{text} saves about {rounded_bytes(saving)}"
         half = f"saves about {rounded_bytes((need.activations + need.working) / 2)}"
-        if (batch_size := run.batch.batch_size) > 1:
-            yield f"--batch_size={batch_size // 2} with twice the --grad_accum_steps {half}"
+        if run.batch.batch_size > 1:
+            smaller = run.batch.batch_size // 2
+            yield f"--batch_size={smaller} with twice the --grad_accum_steps {half}"
         yield f"--seq_length={run.seq_length // 2} {half}"
         if dims.size("dp") > dims.dp_shard:
             saved = need.state * (1 - dims.dp_shard / dims.size("dp"))
@@ -173,13 +177,16 @@ class MemoryBudget:
             return
         yield f"twice the devices under fsdp save about {rounded_bytes(need.state / 2)}"
         if torch.cuda.is_available() and not section.cpu_offload:
-            sharded = " --sharding_strategy=fsdp" if dims.strategy == "none" else ""
-            size = rounded_bytes(need.state)
-            yield f"--cpu_offload=True{sharded} moves about {size} to host memory"
+            flags = "--cpu_offload=True"
+            if dims.strategy == "none":
+                flags += " --sharding_strategy=fsdp"
+            yield f"{flags} moves about {rounded_bytes(need.state)} to host memory"
 
     def fullest(self, run: RunConfig, need: Memory | None = None) -> tuple[int, int]:
-        """Returns the bytes needed and available of the device that is filled most, by default of
-        the expected memory."""
+        """Returns the bytes needed and available of the device that is filled most.
+
+        need   by default the expected memory
+        """
         need = need or self.need(run)
         offload = run.config.parallel.cpu_offload
         parts = need.by_device(run.device_type, offload=offload)
@@ -222,7 +229,8 @@ def _too_large(run: RunConfig, need: Memory, machine: Machine, device_type: str)
     )
     fix = smaller
     dims = run.dims
-    if (free := available - (need.total - need.state)) > 0:
+    free = available - (need.total - need.state)
+    if free > 0:
         num_devices = -(-need.state * dims.size("shard") // free)
         fix = (
             f"shard over at least {num_devices} such devices (--sharding_strategy=fsdp), "

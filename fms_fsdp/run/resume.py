@@ -65,7 +65,9 @@ class ResumePoint:
     @property
     def saved(self) -> RunConfig | None:
         """The launch that wrote the checkpoint of a resumed run."""
-        return self.start.run if self.is_resume else None
+        if not self.is_resume:
+            return None
+        return self.start.run
 
 
 def find_resume_point(
@@ -166,18 +168,23 @@ def choose_checkpoint(cfg: TrainConfig, corrupt: dict[Path, str] | None = None) 
         only_weights = flags.load_model_only or given.metadata.weights_only
         return _resume(given, only_weights, fresh_data=not flags.resuming_dataset)
     if flags.resume == "must" or flags.resume_step is not None:
-        flag = f"--resume_step={flags.resume_step}" if flags.resume_step else "--resume=must"
+        flag = "--resume=must"
+        if flags.resume_step:
+            flag = f"--resume_step={flags.resume_step}"
         raise UserError(
             f"{flag} requires a checkpoint, but {root} has none; check --run_name or "
             "--ckpt_load_path"
         )
-    if damaged := [folder.name for folder, word in leftovers(root) if word == "damaged"]:
+    damaged = [folder.name for folder, word in leftovers(root) if word == "damaged"]
+    if damaged:
         raise UserError(
             f"{root} has no usable checkpoint ({', '.join(damaged)}); choose another "
             "--run_name to start from scratch"
         )
     weights = cfg.model.init_from_hf
-    start = f"loading weights only, from {weights}" if weights else "starting from scratch"
+    start = "starting from scratch"
+    if weights:
+        start = f"loading weights only, from {weights}"
     return ResumePoint(hf_weights=weights, reason=f"{start}: no checkpoint in {root}")
 
 
@@ -194,14 +201,16 @@ def _resume(
     only_weights = only_weights or found.metadata.weights_only
     fresh_data = fresh_data and not only_weights
     verb = "loading weights only, from" if only_weights else "resuming from"
-    reason = f"{verb} step {found.step} of {found.folder.parent}{', with fresh data' * fresh_data}"
-    skipped = "".join(f"; skipped {path.name}: {why}" for path, why in found.skipped.items())
+    reason = f"{verb} step {found.step} of {found.folder.parent}"
+    if fresh_data:
+        reason += ", with fresh data"
+    reason += note
+    for path, why in found.skipped.items():
+        reason += f"; skipped {path.name}: {why}"
     corrupt = tuple(path for path in found.skipped if path not in found.unhealthy)
     if superseded is None:
         superseded = found.unhealthy if own else ()
-    return ResumePoint(
-        found, only_weights, fresh_data, "", f"{reason}{note}{skipped}", corrupt, superseded
-    )
+    return ResumePoint(found, only_weights, fresh_data, "", reason, corrupt, superseded)
 
 
 def _resume_at_step(root: Path, step: int, corrupt: dict[Path, str] | None) -> ResumePoint:
@@ -303,12 +312,13 @@ def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
     for name, row in flag_table(TrainConfig).items():
         if before[name] != now[name]:
             is_new_data = row.orders_data and (resume.fresh_data or run.config.data.dataset_builder)
-            change = f"--{name} {_shown(before[name])} -> {_shown(now[name])}"
-            changed["logged" if is_new_data else row.resume].append(change)
+            effect = "logged" if is_new_data else row.resume
+            changed[effect].append(f"--{name} {_shown(before[name])} -> {_shown(now[name])}")
     if changed["logged"]:
         yield f"from step {resume.start.step + 1}: {', '.join(changed['logged'])}"
     # A changed "fixed" flag passed the checks, so it results in the same model or data.
-    if quiet := changed["free"] + changed["fixed"]:
+    quiet = changed["free"] + changed["fixed"]
+    if quiet:
         yield f"changed, no effect on training: {', '.join(quiet)}"
     batch = run.batch
     was = old.batch
@@ -334,11 +344,14 @@ def learning_rate_jump(run: RunConfig, resume: ResumePoint) -> str:
     if old is None:
         return ""
     tokens = resume.start.tokens_seen + old.batch.global_batch_size * old.seq_length
-    before, now = (
-        f"{each.schedule(step, tokens, each.config.optim.learning_rate):.3e}" for each in (old, run)
-    )
-    return "" if before == now else f"learning rate of step {step}: {before} -> {now}"
+    before = f"{old.schedule(step, tokens, old.config.optim.learning_rate):.3e}"
+    now = f"{run.schedule(step, tokens, run.config.optim.learning_rate):.3e}"
+    if before == now:
+        return ""
+    return f"learning rate of step {step}: {before} -> {now}"
 
 
 def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)

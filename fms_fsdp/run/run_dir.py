@@ -51,8 +51,10 @@ class RunDir:
             try:
                 if create:
                     folder.mkdir(parents=True, exist_ok=True)
-                if folder.exists() and (real := folder.resolve()) not in self._locks:
-                    self._locks[real] = lock_folder(real)
+                if folder.exists():
+                    real = folder.resolve()
+                    if real not in self._locks:
+                        self._locks[real] = lock_folder(real)
             except OSError as error:
                 if is_storage_failure(error):  # another folder would be another run
                     raise
@@ -112,9 +114,12 @@ def check_shared(folder: Path, world: World, timeout_s: float = 30.0) -> None:
     file = folder / run_on_rank0(lambda: f".shared-{os.getpid()}-{time.time_ns()}")
     run_on_rank0(file.touch)
     deadline = time.monotonic() + timeout_s
-    while not (is_visible := file.exists()) and time.monotonic() < deadline:
+    is_visible = file.exists()
+    while not is_visible and time.monotonic() < deadline:
         time.sleep(0.2)
-    if missing := gather_objects(is_visible).count(False):
+        is_visible = file.exists()
+    missing = gather_objects(is_visible).count(False)
+    if missing:
         raise UserError(
             f"{folder} must be shared by all nodes, but {missing} of {world.size} ranks do "
             "not see it; set --output_dir to a folder of a shared file system"

@@ -62,7 +62,8 @@ def describe(
         size = rounded_bytes(4 * weights)
         lines.append(f"attention: dropout keeps all weights, {size} per layer and copy")
     lines.append(describe_learning_rate(run, start))
-    if (epochs := run.config.training.epochs()) is not None:
+    epochs = run.config.training.epochs()
+    if epochs is not None:
         source, number = epochs
         counted_in = f"source {source}" if source else "all sources together"
         lines.append(f"length: {number:g} epochs of {counted_in} end with step {run.num_steps:,}")
@@ -186,17 +187,20 @@ def describe_saves(run: RunConfig, start: int) -> str:
     while due is not None and due < last and len(steps) < _MOST_COUNTED:
         steps.append(due)
         due = schedule.next_after(due)
-    steps += [last] if flags.save_last or schedule.is_due(last) else []
+    if flags.save_last or schedule.is_due(last):
+        steps.append(last)
     if not steps:
         return ""
     size = checkpoint_bytes(run)
     policy = KeepPolicy.from_config(flags)
     deleted = len(policy.to_delete({step: TrainMetadata(step) for step in steps}))
     kept = len(steps) - max(0, deleted - flags.keep_best)  # `keep_best` of these remain
-    more = "more than " * (len(steps) > _MOST_COUNTED)
+    planned = f"{len(steps):,}"
+    if len(steps) > _MOST_COUNTED:
+        planned = f"more than {planned}"
     return (
-        f"checkpoints: {rounded_bytes(size)} each; {more}{len(steps):,} planned, at most {kept:,} "
-        f"kept ({rounded_bytes(size * kept)})"
+        f"checkpoints: {rounded_bytes(size)} each; {planned} planned, at most {kept:,} kept "
+        f"({rounded_bytes(size * kept)})"
     )
 
 
@@ -215,11 +219,14 @@ def describe_axes(dims: ParallelDims) -> str:
         "cp": "context",
         "tp": "tensor",
     }
-    shown = {axis: dims.size(axis) for axis in AXES if axis in JOINED["dp"] or dims.size(axis) > 1}
-    return " x ".join(
-        counted(size, names[axis]) if axis in JOINED["dp"] else f"{size} {names[axis]}"
-        for axis, size in shown.items()
-    )
+    shown = []
+    for axis in AXES:
+        size = dims.size(axis)
+        if axis in JOINED["dp"]:
+            shown.append(counted(size, names[axis]))
+        elif size > 1:
+            shown.append(f"{size} {names[axis]}")
+    return " x ".join(shown)
 
 
 def axes_across_nodes(dims: ParallelDims, local_world_size: int) -> str:
@@ -316,7 +323,8 @@ def log_startup(
         log.info(line)
     for change in data_changes:
         log.info("from step %d: %s", start.step + 1, change)
-    if jump := learning_rate_jump(run, resume):
+    jump = learning_rate_jump(run, resume)
+    if jump:
         log.warning(jump)
     if resume.saved is not None:
         for note in (
@@ -333,7 +341,9 @@ def end_of_decay(run: RunConfig, saved: RunConfig, start: TrainMetadata) -> str:
     points = run.milestones
     unit = "token" if points.in_tokens else "step"
     last_tokens = start.tokens_at(run.num_steps, run.batch, run.seq_length)
-    last = last_tokens if points.in_tokens else run.num_steps
+    last = run.num_steps
+    if points.in_tokens:
+        last = last_tokens
 
     if run.num_steps > saved.num_steps and points.decay_end < last and schedule != "constant":
         return (
@@ -444,6 +454,7 @@ def save_estimates(run: RunConfig, resume: ResumePoint, budget: MemoryBudget) ->
     size = checkpoint_bytes(run)
     ranks = budget.machine.world.local_size
     loaded = resume.checkpoint
-    known = loaded.metadata.save_s if loaded is not None else None
-    guess = size * ranks / run.world_size / 2e8
-    return guess if known is None else known, available_memory(torch.device("cpu"), ranks)
+    save_s = size * ranks / run.world_size / 2e8
+    if loaded is not None and loaded.metadata.save_s is not None:
+        save_s = loaded.metadata.save_s
+    return save_s, available_memory(torch.device("cpu"), ranks)

@@ -167,7 +167,9 @@ class RunStatus:
 
     def peer_failed(self) -> bool:
         """Returns whether a rank has recorded an error of this launch."""
-        content = read_json(self.folder / "status.json") if self.folder else {}
+        if self.folder is None:
+            return False
+        content = read_json(self.folder / "status.json")
         return content.get("status") in (FAILED, BAD_INPUT)
 
     def __enter__(self) -> RunStatus:
@@ -234,7 +236,9 @@ class RunStatus:
             before = read_json(path)
             if before.get("status") == RUNNING:
                 self._worlds = self._worlds or before.get("worlds", [])
-                more = {"data_step": data_step} if data_step else {}
+                more = {}
+                if data_step:
+                    more["data_step"] = data_step
                 self._write(path, status, **more)
         self._write_outcome(status)
 

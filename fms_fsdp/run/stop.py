@@ -86,9 +86,10 @@ class StopSignals:
     def _listen(self) -> None:
         while True:
             ready, _, _ = select.select([self._pipe], [], [], 1.0)
-            for number in os.read(self._pipe, 64) if ready else b"":
-                if number in _STOPS:
-                    self._ask(signal.Signals(number).name)
+            if ready:
+                for number in os.read(self._pipe, 64):
+                    if number in _STOPS:
+                        self._ask(signal.Signals(number).name)
             if self._agent and agent_pid() != self._agent:
                 self._agent = 0
                 self._ask("the end of torchrun's agent")
@@ -129,8 +130,11 @@ class StopControl:
         self.eval_interval = eval_interval
         self.save_s = 0.0
         self.eval_s = 0.0
-        self._longest_eval_s = self._eval_total_s = 0.0
-        self._step_began = self._slowest_step_s = self._file_checked = 0.0
+        self._longest_eval_s = 0.0
+        self._eval_total_s = 0.0  # of all evaluations so far
+        self._slowest_step_s = 0.0
+        self._step_began = 0.0  # time.monotonic()
+        self._file_checked = 0.0  # time.monotonic()
         self._pending: HostCopy | None = None
         self.is_requested = False
         self.reads_fail = False
@@ -140,7 +144,8 @@ class StopControl:
         """Ends the launch before its first step if `--exit_step` is reached already."""
         if state.is_done:  # only the evaluation of the last step is left
             return
-        if (limit := self.cfg.exit_step) and limit <= state.start:
+        limit = self.cfg.exit_step
+        if limit and limit <= state.start:
             state.stop_reason = f"--exit_step={limit} is reached"
 
     def expect(self, state: TrainState, eval_total_s: float, save_s: float) -> None:
@@ -150,7 +155,9 @@ class StopControl:
         self.save_s = save_s
         soon = range(state.step + 1, state.step + 4)
         is_due = self.eval_interval and any(step % self.eval_interval == 0 for step in soon)
-        self.eval_s = self._longest_eval_s if is_due else 0.0
+        self.eval_s = 0.0
+        if is_due:
+            self.eval_s = self._longest_eval_s
 
     def requests(self, state: TrainState) -> tuple[int, int, int, int]:
         """Returns the requests of this rank before a step: signal, file, clock, records."""
@@ -158,7 +165,8 @@ class StopControl:
         return self._requests(state, self.margin_s())
 
     def _requests(self, state: TrainState, margin_s: float) -> tuple[int, int, int, int]:
-        by_file = by_clock = False
+        by_file = False
+        by_clock = False
         if self.is_main:
             now = time.monotonic()
             if now - self._file_checked >= 1.0:  # the file system may be slow
@@ -177,7 +185,7 @@ class StopControl:
 
         On a GPU the requests of the step before count, so that the host does not wait for this one.
         """
-        self.signals.can_save, cfg = True, self.cfg
+        self.signals.can_save = True
         if state.steps_in_launch > 1:  # the first step compiles
             step_s = time.monotonic() - self._step_began
             self._slowest_step_s = max(0.9 * self._slowest_step_s, step_s)
@@ -192,7 +200,8 @@ class StopControl:
             "exit_samples": samples,
         }
         for name, reached in limits.items():
-            if (limit := getattr(cfg, name)) and reached >= limit:
+            limit = getattr(self.cfg, name)
+            if limit and reached >= limit:
                 state.stop_reason = f"--{name}={limit} is reached"
         if known is not None:
             self._decide(state, known.read())
@@ -225,7 +234,7 @@ class StopControl:
         elif by_file:
             state.stop_reason = f"stopped by the file {self.stop_file}"
         elif by_clock:
-            state.stop_reason = min(self._clocks(), default=(0.0, "the time limit is near"))[1]
+            _, state.stop_reason = min(self._clocks(), default=(0.0, "the time limit is near"))
 
     def margin_s(self) -> float:
         """Returns the time to end in: three steps, an evaluation, a save and a half, and 10 s."""
@@ -235,18 +244,24 @@ class StopControl:
 
     def _eval_margin_s(self) -> float:
         """Returns the part of the margin that is for an evaluation."""
-        return self.eval_s if self.cfg.exit_margin_s is None else 0.0
+        if self.cfg.exit_margin_s is not None:
+            return 0.0
+        return self.eval_s
 
     def _clocks(self) -> Iterator[tuple[float, str]]:
         """Yields the seconds left by each clock, and the reason when they are too few."""
-        if minutes := self.cfg.exit_duration_in_mins:
+        minutes = self.cfg.exit_duration_in_mins
+        if minutes:
             left = 60 * minutes - process_age_s()
             yield left, f"--exit_duration_in_mins={minutes:g} is nearly over"
-        if (end := job_end()) is not None:
+        end = job_end()
+        if end is not None:
             yield end - time.time(), "the end of the SLURM job is near"
 
 
 def job_end() -> float | None:
     """Returns when the SLURM job ends, in seconds since 1970; None if SLURM gives no number."""
     text = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text) else None
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]+)?", text):
+        return None
+    return float(text)
