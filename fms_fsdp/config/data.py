@@ -34,7 +34,7 @@ class DataConfig:
     weights: tuple[float, ...] = logged_flag((), min=0)
     """Relative number of tokens from each source, in the order of --datasets; 0 omits a source
     (default: proportional to size) (no effect with --use_dummy_dataset)."""
-    seq_length: int = logged_flag(4096, min=1)
+    seq_length: int = fixed_flag(4096, min=1, orders_data=True)
     """Tokens per sequence, the context length of training."""
     sep_token: int | None = fixed_flag(None, min=0, orders_data=True)
     """Id of the token that ends each document (default: the shards' EOS token) (no effect with

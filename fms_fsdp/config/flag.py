@@ -1,6 +1,6 @@
 """Declares flags as dataclass fields, one row per flag, and converts texts to their types.
 
-    seq_length: int = logged_flag(4096, min=1)
+    seq_length: int = fixed_flag(4096, min=1, orders_data=True)
     \"\"\"Tokens per sequence, the context length of training.\"\"\"
 
 The row and its docstring hold everything about a flag: --help, docs/reference/flags.md, the checks
