@@ -7,13 +7,14 @@ that LAUNCH_OUTCOME names, which is also written before there is a run directory
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -88,8 +89,9 @@ class RunStatus:
         if now - self._step_saved < 1.0:
             return
         self._step_saved = now
-        if not self.peer_failed():  # else its reason and the step of its data would be lost
-            self._write(self.folder / "status.json", RUNNING)
+        with self._exclusive():
+            if not self.peer_failed():  # else its reason and the step of its data would be lost
+                self._write(self.folder / "status.json", RUNNING)
 
     def end(self, outcome: str, reason: str) -> None:
         """Sets the end of the launch, which `__exit__` records."""
@@ -233,14 +235,31 @@ class RunStatus:
         """
         if self.folder is not None and (on_one_rank or self.rank == 0):
             path = self.folder / "status.json"
-            before = read_json(path)
-            if before.get("status") == RUNNING:
-                self._worlds = self._worlds or before.get("worlds", [])
-                more = {}
-                if data_step:
-                    more["data_step"] = data_step
-                self._write(path, status, **more)
+            with self._exclusive():
+                before = read_json(path)
+                if before.get("status") == RUNNING:
+                    self._worlds = self._worlds or before.get("worlds", [])
+                    more = {}
+                    if data_step:
+                        more["data_step"] = data_step
+                    self._write(path, status, **more)
         self._write_outcome(status)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Lets one rank at a time read and replace status.json.
+
+        The lock is on log.txt, which is never replaced. A rank that hangs with the lock, or a file
+        system without locks, must not keep another rank from its end: it goes on after a second.
+        """
+        assert self.folder is not None
+        deadline = time.monotonic() + 1.0
+        with ExitStack() as stack:
+            with suppress(OSError):
+                log = stack.enter_context(open(self.folder / "log.txt", "ab"))
+                while not _lock_if_free(log.fileno()) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            yield
 
     def _write_outcome(self, status: str) -> None:
         path = Path(os.environ.get("LAUNCH_OUTCOME", ""))
@@ -268,3 +287,12 @@ class RunStatus:
             with suppress(OSError), open(path, "r+", encoding="utf-8") as file:
                 file.write(text)
                 file.truncate()
+
+
+def _lock_if_free(descriptor: int) -> bool:
+    """Locks an open file; returns False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # CIFS says EACCES, not EAGAIN
+        return False
+    return True

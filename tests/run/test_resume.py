@@ -146,7 +146,7 @@ REJECTED = {flag: f"{flag} does not match the " for flag in DIFFERING.split()} |
     "--attn_window_pattern=LG": "--attn_window_pattern=LG has no effect without --attn_window",
     "--model_builder=fms_fsdp.models.llama:Llama": "--model_builder=fms_fsdp.models.llama:Llama",
 }
-ON_SHARDS_ONLY = {"sep_token", "packing"}  # tests/data/test_stream.py
+ON_SHARDS_ONLY = {"sep_token", "packing", "seq_length"}  # tests/data/test_stream.py
 
 
 def test_rejected_flags_are_the_fixed_ones() -> None:

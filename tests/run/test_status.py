@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -64,6 +65,32 @@ def test_first_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     first.report(RuntimeError("connection closed by peer"))
     failed = {"status": "failed", "step": 0, "reason": "out of memory", "worlds": [[0, 1]]}
     assert status(tmp_path) == failed and first.peer_failed()
+
+
+def test_step_of_rank0_waits_for_the_end_of_another_rank(tmp_path: Path) -> None:
+    """Otherwise rank 0 replaces an end that was written since it looked."""
+    rank0 = RunStatus()
+    rank0.open(tmp_path, 0)
+    rank0.current_step = lambda: 7
+    with open(tmp_path / "log.txt", "ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)  # another rank writes its end
+        saving = Thread(target=rank0.save_step)
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive() and status(tmp_path)["step"] == 0
+        ended = {"status": "bad_input", "step": 6, "reason": "has token 6000", "data_step": 8}
+        (tmp_path / "status.json").write_text(json.dumps(ended))
+    saving.join()
+    assert status(tmp_path) == ended
+
+
+def test_a_hanging_rank_keeps_no_other_from_its_end(tmp_path: Path) -> None:
+    rank = RunStatus()
+    rank.open(tmp_path, 0)
+    with open(tmp_path / "log.txt", "ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        rank.fail("out of memory")
+    assert status(tmp_path)["reason"] == "out of memory"
 
 
 def test_failing_close_keeps_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
