@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,21 +39,38 @@ def count_lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+def has_open(torchrun: subprocess.Popen[str], file: Path) -> bool:
+    """Returns whether a worker has opened the file."""
+    links = (link for pid in workers(torchrun.pid) for link in Path(f"/proc/{pid}/fd").glob("*"))
+    with suppress(OSError):  # a worker, or one of its files, may be gone meanwhile
+        return any(link.resolve() == file.resolve() for link in links)
+    return False
+
+
 @pytest.mark.slow
 def test_launch_waits_for_one_that_ends(tmp_path: Path) -> None:
     """All its ranks start from the last checkpoint of the other launch."""
-    argv = [*TINY, "--checkpoint_interval=5", "--min_lr_ratio=1", "--warmup_steps=1"]
-    argv.append("--trackers=none")
-    run = tmp_path / "run"
-    first, other = ([*LAUNCH, *argv, f"--output_dir={run}", f"--num_steps={n}"] for n in (150, 200))
-    process = subprocess.Popen(first, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-    assert wait_for(lambda: count_lines(run / "metrics.jsonl") > 120, 180)
-    result = subprocess.run(
-        other, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    argv = [*TINY, "--dataset_builder=tests.scripts.paced_stream:build", "--checkpoint_interval=5"]
+    argv += ["--min_lr_ratio=1", "--warmup_steps=1", "--trackers=none"]
+    run, slowly = tmp_path / "run", tmp_path / "slowly"
+    slowly.touch()
+    commands = ([*LAUNCH, *argv, f"--output_dir={run}", f"--num_steps={n}"] for n in (40, 50))
+    first = subprocess.Popen(
+        next(commands),
+        cwd=ROOT,
+        env=ENVIRONMENT | {"PACE_FILE": str(slowly)},
+        stdout=subprocess.DEVNULL,
     )
-    assert process.wait(60) == 0 and result.returncode == 0, result.stdout + result.stderr
-    trained(*argv, "--num_steps=200", f"--output_dir={tmp_path / 'calm'}", nproc=2)
-    assert "resuming from step 150" in result.stdout
+    assert wait_for(lambda: count_lines(run / "metrics.jsonl") > 0, 180)
+    other = subprocess.Popen(
+        next(commands), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
+    assert wait_for(lambda: first.poll() is not None or has_open(other, run / ".lock"), 180)
+    slowly.unlink()
+    output, _ = other.communicate(timeout=200)
+    assert (first.wait(60), other.returncode) == (0, 0), output
+    trained(*argv, "--num_steps=50", f"--output_dir={tmp_path / 'calm'}", nproc=2)
+    assert "resuming from step 40" in output
     assert losses(run) == losses(tmp_path / "calm")
     assert not list((run / "checkpoints").glob("*.*-*"))
 

@@ -65,7 +65,7 @@ def kill_at(
     def num_lines() -> int:
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    enough = num_lines() + rng.randint(1, 40)
+    enough = num_lines() + rng.randint(1, 12)
     moved = wait_for(lambda: process.poll() is not None or num_lines() >= enough, 300)
     if not moved or process.poll() is not None:
         return False
@@ -87,7 +87,7 @@ def kill_at(
 @pytest.mark.slow
 def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
     """Final weights and moments, losses and data fingerprints, to the last bit."""
-    flags = [*TINY, "--num_steps=400", "--checkpoint_interval=4", "--keep_last_n=3"]
+    flags = [*TINY, "--num_steps=160", "--checkpoint_interval=4", "--keep_last_n=3"]
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     trained(*flags, f"--output_dir={calm}", nproc=2)
     command = [*WARM_TORCHRUN, *under_torchrun(2, "--max-restarts=60")[3:]]
@@ -116,10 +116,10 @@ def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
     for step, record in expected.items():
         for name in ("loss", "grad_norm", "data_fingerprint", "lr", "tokens_seen"):
             assert found[step][name] == record[name], (step, name)
-    last = [read_files(folder / "checkpoints" / "step_400") for folder in (calm, disturbed)]
+    last = [read_files(folder / "checkpoints" / "step_160") for folder in (calm, disturbed)]
     for name in ("__0_0.distcp", "__1_0.distcp"):  # size and checksum
         assert last[0][name] == last[1][name]
-    for step in (396, 400):
+    for step in (156, 160):
         folder = disturbed / "checkpoints" / f"step_{step}"
         assert not problem(folder) and not corrupt_files(folder)
 
@@ -149,7 +149,7 @@ def test_killed_rank_resumes_under_plain_torchrun(tmp_path: Path) -> None:
 def test_rank_killed_twice_trains_to_the_end(tmp_path: Path) -> None:
     """Plain torchrun, without a variable: neither its agent nor its workers are forks."""
     run = tmp_path / "run"
-    flags = [*TINY, "--num_steps=200", "--checkpoint_interval=4", f"--output_dir={run}"]
+    flags = [*TINY, "--num_steps=40", "--checkpoint_interval=4", f"--output_dir={run}"]
     command = under_torchrun(2, "--max-restarts=2", "main_training.py", *flags)
     with open(tmp_path / "output.txt", "w") as output:
         process = subprocess.Popen(
@@ -163,7 +163,7 @@ def test_rank_killed_twice_trains_to_the_end(tmp_path: Path) -> None:
             process.kill()
     text = (tmp_path / "output.txt").read_text()
     assert (killed, process.returncode) == (2, 0), text[-3000:]
-    assert status(run)["status"] == "finished" and sorted(metrics(run)) == list(range(1, 201))
+    assert status(run)["status"] == "finished" and sorted(metrics(run)) == list(range(1, 41))
 
 
 def two_agents(
@@ -185,7 +185,7 @@ def two_agents(
 def test_two_nodes_survive_killed_workers(tmp_path: Path, env: dict[str, str]) -> None:
     """Two agents count restarts differently: an agent whose workers were well may not count at all."""
     run = tmp_path / "run"
-    flags = [*TINY, "--num_steps=60", "--checkpoint_interval=5", f"--output_dir={run}"]
+    flags = [*TINY, "--num_steps=20", "--checkpoint_interval=5", f"--output_dir={run}"]
     file, size = run / "metrics.jsonl", 0
     with open(tmp_path / "output.txt", "w") as output:
         command = [*WARM_TORCHRUN, "--max-restarts=3", "main_training.py", *flags]
@@ -201,7 +201,7 @@ def test_two_nodes_survive_killed_workers(tmp_path: Path, env: dict[str, str]) -
             for agent in agents:
                 agent.kill()
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()[-3000:]
-    assert status(run)["status"] == "finished" and sorted(metrics(run)) == list(range(1, 61))
+    assert status(run)["status"] == "finished" and sorted(metrics(run)) == list(range(1, 21))
 
 
 @pytest.fixture(scope="module")
