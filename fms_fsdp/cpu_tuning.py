@@ -67,7 +67,7 @@ def keep_freed_memory() -> bool:
     By default glibc gives large blocks back to the system when they are freed. The next step then
     gets new pages, and the system fills each with zeros first: some hundredths to a fifth of the
     speed on a CPU (benchmarks/LOG.md). Memory is held until the process ends; with FSDP its
-    peak is up to 1.7 times as high (docs/contributing.md). Variables that the user set stay as they
+    peak is up to 1.7 times as high (docs/limits.md). Variables that the user set stay as they
     are.
 
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
