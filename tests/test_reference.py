@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from fms_fsdp.metrics.hardware import diagnostics
 from fms_fsdp.metrics.logger import MAX_SOURCES
 from fms_fsdp.metrics.timer import _TIMED_STEPS
 from fms_fsdp.models.variants import VARIANTS
+from fms_fsdp.prepare.writer import ShardInfo, ShardWriter
 from tests.cli import ROOT, TINY, made_once, trained
 
 METRICS = (ROOT / "docs/reference/metrics.md").read_text()
@@ -161,3 +164,16 @@ def test_defaults_that_pages_repeat_are_those_of_the_flags(page: Path) -> None:
 )
 def test_counts_that_pages_repeat_are_those_of_the_code(page: str, text: str) -> None:
     assert text in (ROOT / "docs" / page).read_text()
+
+
+def test_the_page_of_shards_has_all_metadata(tmp_path: Path) -> None:
+    page = (ROOT / "docs/reference/shards.md").read_text()
+    info = ShardInfo(vocab_size=300, sep_token=0, tokenizer_digest="none", has_masks=True)
+    writer = ShardWriter(tmp_path / "shard-00000.arrow", info)
+    writer.add(np.array([5, 7], info.dtype))
+    writer.finish()
+    with pa.ipc.open_file(tmp_path / "shard-00000.arrow") as file:
+        metadata = {name.decode() for name in file.schema.metadata}
+        assert file.schema.field("tokens").type == pa.large_list(pa.uint32())
+    (row,) = [cells for cells in rows(page, "| part | format |") if cells[0] == "schema metadata"]
+    assert set(re.findall(r"\w+", " ".join(names(row[1])))) == metadata
