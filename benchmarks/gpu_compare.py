@@ -76,7 +76,7 @@ RULES = (
     Rule("tied", "tied_cpu", 1e-2),
     Rule("repeated_again", "repeated", 0.0),
 )
-# of one H200 (benchmarks/RESULTS.md)
+# of one H200 (benchmarks/LOG.md)
 TARGETS = (
     Target(2, "best", RATE, 11_500),
     Target(2, "best", "mfu", 0.63),

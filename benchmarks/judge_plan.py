@@ -3,7 +3,7 @@
     python benchmarks/judge_plan.py FILE.tsv                        # every row: predicted and published
     python benchmarks/judge_plan.py --leave_out FILE.tsv FILE.tsv   # each size by a fit on the others
     python benchmarks/judge_plan.py --calibrate FILE.tsv FILE.tsv   # prints the fitted efficiencies
-    python benchmarks/judge_plan.py --plot=PLAN.png FILE.tsv        # also draws prediction by publication
+    python benchmarks/judge_plan.py --plot=PLAN.svg FILE.tsv        # also draws prediction by publication
 
 The efficiencies are fitted by least squares on the logarithms of tokens/s, large errors counting less, with a prior
 for each number: what nothing published depends on keeps the value that the makers or the field report. A
@@ -207,29 +207,53 @@ def summary(judged: Sequence[Judged]) -> str:
 
 
 def draw(judged: Sequence[Judged], path: Path) -> None:
-    """Prediction against publication, each row a point."""
+    """Draws prediction by publication, each row a point; those more than 15 % off have a label."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    axes = figure.add_subplot()
-    known = [each for each in judged if each.tokens_per_s is not None and each.row.step is not None]
-    for name in sorted({each.row.device.name for each in known if each.row.step}):
-        own = [each for each in known if each.row.step and each.row.device.name == name]
-        axes.loglog(
-            [each.row.tokens_per_s for each in own],
-            [each.tokens_per_s or 0 for each in own],
-            "o",
-            markersize=4,
-            label=name,
+    settings = {"svg.hashsalt": "plan", "svg.fonttype": "none", "font.size": 11}
+    with matplotlib.rc_context(settings):  # type: ignore[arg-type]
+        figure = Figure(figsize=(8, 6.5), layout="constrained", facecolor="white")
+        axes = figure.add_subplot()
+        known = [each for each in judged if each.tokens_per_s is not None]
+        rates = [each.row.tokens_per_s for each in known]
+        ends = np.array([min(rates), max(rates)])
+        axes.fill_between(ends, ends * 0.85, ends * 1.15, color="black", alpha=0.1, label="±15 %")
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        names = sorted({each.row.device.name for each in known})
+        for name in names:
+            own = [each for each in known if each.row.device.name == name]
+            published = [each.row.tokens_per_s for each in own]
+            predicted = [each.tokens_per_s or 0 for each in own]
+            axes.loglog(published, predicted, "o", markersize=5, alpha=0.8, label=_title_of(name))
+        far = [each for each in known if each.error is not None and abs(each.error) > 0.15]
+        below = 0.0  # the label below, as a fraction of the height
+        for each in sorted(far, key=lambda each: each.tokens_per_s or 0):
+            at = (each.row.tokens_per_s, each.tokens_per_s or 0)
+            height = axes.transAxes.inverted().transform(axes.transData.transform(at))[1]
+            below = max(height + 0.13, below + 0.05)
+            axes.annotate(
+                f"{', '.join(each.row.name.split(', ')[:2])}: {each.error:+.0%}",
+                at,
+                xytext=(0.03, below),
+                textcoords="axes fraction",
+                fontsize=9,
+                arrowprops={"arrowstyle": "-", "linewidth": 0.6, "relpos": (1, 0.5)},
+            )
+        axes.set(
+            title=f"Training speed of {len(known)} runs on {len(names)} GPU types",
+            xlabel="published, tokens/s per GPU",
+            ylabel="predicted by estimate, tokens/s per GPU",
         )
-    ends = np.array(
-        [min(each.row.tokens_per_s for each in known), max(each.row.tokens_per_s for each in known)]
-    )
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.fill_between(ends, ends * 0.85, ends * 1.15, color="black", alpha=0.1, label="within 15 %")
-    axes.set(xlabel="published tokens/s of a device", ylabel="predicted")
-    axes.legend()
-    figure.savefig(path, dpi=110)
+        axes.grid(which="major", alpha=0.3)
+        axes.legend(loc="lower right")
+        metadata = {"Date": None} if path.suffix == ".svg" else {}  # equal results, equal files
+        figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def _title_of(device: str) -> str:
+    """Returns the name of a device as people write it: H100 96GB 500W."""
+    return device.replace("_", " ").upper()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ def set_thread_waiting() -> None:
     A thread that sleeps starts the next parallel region late. A thread that spins for long takes
     the core of another; libgomp's default is to spin for milliseconds. Variables that the user set
     stay as they are. The count was measured: on two free cores it gains as much as ten times the
-    count, on shared cores it loses nothing (benchmarks/RESULTS.md).
+    count, on shared cores it loses nothing (benchmarks/LOG.md).
 
     Source: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
@@ -66,8 +66,8 @@ def keep_freed_memory() -> bool:
 
     By default glibc gives large blocks back to the system when they are freed. The next step then
     gets new pages, and the system fills each with zeros first: some hundredths to a fifth of the
-    speed on a CPU (benchmarks/RESULTS.md). Memory is held until the process ends; with FSDP its
-    peak is up to 1.7 times as high (docs/contributing.md). Variables that the user set stay as they
+    speed on a CPU (benchmarks/LOG.md). Memory is held until the process ends; with FSDP its
+    peak is up to 1.7 times as high (docs/limits.md). Variables that the user set stay as they
     are.
 
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html

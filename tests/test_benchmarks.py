@@ -1,9 +1,10 @@
-"""Real runs of benchmarks: the sweep of bench_train.py, and the comparison of programs."""
+"""Real runs of benchmarks, and the page of results against its raw files."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,45 @@ from pathlib import Path
 import pytest
 
 from tests.cli import ROOT
+
+PAGE = ROOT / "benchmarks/README.md"
+LOG = ROOT / "benchmarks/LOG.md"
+
+
+def test_the_rows_of_the_h200_are_their_raw_files() -> None:
+    row = r"\| ([\d,]+) \| ([\d.]+) % \| ([\d.]+) \| \[\w+\]\((results/h200_\w+\.json)\)"
+    rows = re.findall(row, PAGE.read_text())
+    assert {file for *_, file in rows} == {
+        f"results/{path.name}" for path in (ROOT / "benchmarks/results").glob("h200_*.json")
+    }
+    for rate, mfu, memory, file in rows:
+        (result,) = json.loads((PAGE.parent / file).read_text())["results"]
+        assert rate == f"{result['tokens_per_sec_per_device']:,.0f}", file
+        assert mfu == f"{100 * result['mfu']:.1f}", file
+        assert memory == f"{result['peak_mem_gib']:.1f}", file
+
+
+def test_the_page_is_short_and_its_links_and_scripts_exist() -> None:
+    text = PAGE.read_text()
+    assert len(text.split()) <= 700
+    sections = re.findall(r"^## (.*)", LOG.read_text(), re.MULTILINE)
+    anchors = {section.lower().replace(" ", "-") for section in sections}
+    for file, anchor in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", text):
+        assert (PAGE.parent / file).is_file(), file
+        assert not anchor or anchor in anchors, anchor
+    for script, flags in re.findall(r"python (benchmarks/\w+\.py)([^`\n]*)", text):
+        names = re.findall(r"--(\w+)", flags)
+        if script != "benchmarks/bench_train.py":  # which takes every flag of a training
+            assert all(name in (ROOT / script).read_text() for name in names), script
+
+
+def test_a_section_of_the_log_without_its_script_is_historical() -> None:
+    for section in re.split(r"^## ", LOG.read_text(), flags=re.MULTILINE)[1:]:
+        command = re.search(r"^\| command \|.*", section, re.MULTILINE)
+        scripts = re.findall(r"\b(\w+\.py)", command[0]) if command else []
+        here = [LOG.parent, ROOT]
+        gone = [name for name in scripts if not any((folder / name).is_file() for folder in here)]
+        assert not gone or "*Historical" in section, gone
 
 
 def test_a_flag_that_the_sweep_sets_itself_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:

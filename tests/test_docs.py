@@ -30,7 +30,8 @@ from tests.cli import ROOT
 from tests.fresh import copy_tracked, make_environment, outside
 from tests.warm_shell import on_path, warm_programs
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OUTSIDE_DOCS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md")]
+PAGES = [*OUTSIDE_DOCS, *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: (gpu|cluster|network|docker) -->\n\Z")
 PROGRAMS = "python|torchrun|bash|source|fms-fsdp|sbatch|srun|docker|torchx|tensorboard|for"

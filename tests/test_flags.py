@@ -268,6 +268,13 @@ def test_page_of_other_programs_agrees() -> None:
             assert flag in flags or flag in ("nproc_per_node", "nnodes", "tokenizer"), flag
 
 
+def test_the_changelog_has_all_removed_flags() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    for removed in train_config.other_programs()["removed"].values():
+        for flag in train_config.by_name(removed):
+            assert f"--{flag}" in changelog, flag
+
+
 def test_removed_flags_of_a_config_pass_at_their_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def test_a_step_of_8b_sends_keeps_and_multiplies_what_estimate_says(
         lookup = 6 * num_params_by_unit(EIGHT)["embed"]
         products = flops_per_token(EIGHT, length) - attention - lookup
         assert row["products"] == pytest.approx(rows * length * products, rel=1e-4)
-    print(json.dumps(row))  # what benchmarks/RESULTS.md records
+    print(json.dumps(row))  # what benchmarks/LOG.md records
 
 
 AXES: list[tuple[int, dict[str, Any]]] = [
