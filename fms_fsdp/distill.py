@@ -35,7 +35,7 @@ from fms_fsdp.hf.trained import open_trained
 from fms_fsdp.hf.weights import load_weights
 from fms_fsdp.models.attention import compiled
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.models.loss import Losses, chunk_size, empty_logits
 from fms_fsdp.parallel.fsdp import free_gathered
 from fms_fsdp.parallel.parallelize import parallelize
@@ -116,7 +116,7 @@ def find_teacher(cfg: TrainConfig, model: TransformerConfig, corpus: Corpus | No
 
 
 def attach_teacher(
-    found: Teacher, run: RunConfig, device: torch.device, model: Llama, mesh: Mesh
+    found: Teacher, run: RunConfig, device: torch.device, model: LanguageModel, mesh: Mesh
 ) -> None:
     """Builds the teacher, loads its weights, and makes each step of the model learn from it
     (collective: every rank).
@@ -138,7 +138,9 @@ def attach_teacher(
     distill(model, teacher, cfg.training.teacher_weight, cfg.training.teacher_temperature)
 
 
-def distill(model: Llama, teacher: Llama, weight: float, temperature: float) -> None:
+def distill(
+    model: LanguageModel, teacher: LanguageModel, weight: float, temperature: float
+) -> None:
     """Makes the model learn from the teacher in training mode: its losses then end with T² KL.
 
     The teacher is not a submodule of the model, whose parameters are saved.

@@ -31,7 +31,7 @@ from fms_fsdp.hf.weights import fill, is_hf_checkpoint, open_checkpoint
 from fms_fsdp.models.attention import KVCache
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import LanguageModel, Llama
 from fms_fsdp.tokenizers.tokenizer import NO_RULES, TextRules, Tokenizer
 
 
@@ -120,7 +120,7 @@ def probabilities(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 @torch.no_grad()
 def generate(
-    model: Llama,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     *,

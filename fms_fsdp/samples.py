@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import nn
 
 from fms_fsdp.config import DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.values import one_line
@@ -22,7 +20,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, encode_prompts, generate, read_lines, text_after
 from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import TrainState
 from fms_fsdp.tokenizers.tokenizer import TextRules
@@ -73,7 +71,7 @@ class Sampler:
         self,
         cfg: TrainConfig,
         prompts: Prompts,
-        model: nn.Module,
+        model: LanguageModel,
         mesh: Mesh,
         metrics: MetricLogger,
         alive: Callable[[], None],
@@ -86,7 +84,7 @@ class Sampler:
         self._metrics = metrics
         self._alive = alive
         self._mark = mark
-        self._model = cast(Llama, model)
+        self._model = model
         self._is_stopped = is_stopped  # whether the launch ends, identical on every rank
         self._tokenizer = find_tokenizer(cfg.data.data_path) if mesh.is_main else None
 

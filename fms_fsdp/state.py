@@ -25,10 +25,10 @@ from fms_fsdp.optim.schedules import Milestones, Schedule
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from fms_fsdp.data.batch import Batch
     from fms_fsdp.data.stream import Stream
+    from fms_fsdp.models.llama import LanguageModel
     from fms_fsdp.optim.loss_scale import LossScale
     from fms_fsdp.optim.optimizers import Optimizers
 
@@ -345,7 +345,7 @@ class TrainState:
     stop_reason                 why the launch ends before the run does; "" while it trains
     """
 
-    model: nn.Module
+    model: LanguageModel
     optimizers: Optimizers
     stream: Stream
     num_steps: int

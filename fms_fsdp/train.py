@@ -10,15 +10,14 @@ back from the device except on steps that are reported.
 from __future__ import annotations
 
 import gc
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from fms_fsdp.checkpoint.manager import CheckpointManager
@@ -242,9 +241,9 @@ def train_step(
     num_labels = sums[0]
     # FSDP averages over the ranks; the loss of the step is a mean over its labels.
     factor = mesh.size("loss") / num_labels.clamp(min=1) * scale
-    known = {}
+    loss_scale = None
     if state.loss_scale is not None:
-        known["loss_scale"] = factor  # fp16 gradients of the logits need it, too
+        loss_scale = factor  # fp16 gradients of the logits need it, too
 
     loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
     extra: list[list[torch.Tensor]] = []  # sums of other losses, by micro-batch
@@ -252,8 +251,9 @@ def train_step(
     with state.rounding(step):
         for index, micro in enumerate(micro_batches(settings, batch, step)):
             is_last = index == accum - 1
-            micro_loss, *others = _forward_backward(
-                model, micro, factor, known, is_last, mesh, timer
+            set_gradient_sync(model, last_micro_step=is_last, mesh=mesh)
+            micro_loss, *others = model.forward_backward(
+                *micro, factor=factor, loss_scale=loss_scale, mark=timer.mark
             )
             loss_sum += micro_loss
             extra.append(others)
@@ -278,35 +278,6 @@ def train_step(
     return StepResult(loss_sum, num_labels, grad_norm, sums[1:], last_scale, extra_sums)
 
 
-def _forward_backward(
-    model: nn.Module,
-    micro: tuple[torch.Tensor | None, ...],
-    factor: torch.Tensor,
-    known: Mapping[str, torch.Tensor],
-    is_last: bool,
-    mesh: Mesh,
-    timer: PhaseTimer,
-) -> tuple[torch.Tensor, ...]:
-    """Runs forward and backward of one micro-batch; returns the sums of the loss and of extra losses.
-
-    In a pipeline they are 0 except on its last stage.
-    """
-    if mesh.size("pp") > 1:
-        losses: tuple[torch.Tensor, ...] = cast(Any, model).forward_backward(
-            *micro, factor=factor, **known
-        )
-        timer.mark("forward_backward")
-        return losses
-    set_gradient_sync(model, last_micro_step=is_last, mesh=mesh)
-    with record_function("forward"):
-        loss, _, *extra = model(*micro, **known)
-    timer.mark("forward")
-    with record_function("backward"):
-        (loss * factor).backward()
-    timer.mark("backward")
-    return loss.detach(), *extra
-
-
 def _size(batch: Batch, mesh: Mesh) -> tuple[int, int]:
     """Returns the sequences and tokens of the global batch, of which `batch` is this rank's part."""
     return mesh.size("dp") * len(batch.tokens_BS), mesh.size("dp") * batch.tokens_BS.numel()
@@ -325,20 +296,22 @@ def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
     torch.manual_seed(zlib.crc32(f"{seed}:{step}:{ranks}".encode()))
 
 
-def micro_batches(
-    settings: StepSettings, batch: Batch, step: int
-) -> Iterator[tuple[torch.Tensor | None, ...]]:
-    """Yields the model's arguments for each micro-batch: consecutive slices of the batch, on the device."""
+class MicroBatch(NamedTuple):
+    """The sequences of one forward and backward pass, on the device."""
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    positions_BS: torch.Tensor | None = None  # with --document_mask
+    document_ids_BS: torch.Tensor | None = None
+
+
+def micro_batches(settings: StepSettings, batch: Batch, step: int) -> Iterator[MicroBatch]:
+    """Yields consecutive slices of this rank's batch."""
     if settings.dropout_seed is not None:
         seed_dropout(settings.dropout_seed, step, settings.mesh)
-    columns = [batch.tokens_BS, batch.labels_BS, None, None]
+    columns = [batch.tokens_BS, batch.labels_BS]
     if settings.document_mask:
-        columns[2:] = [batch.positions_BS, batch.document_ids_BS]
-    split: list[Iterable[torch.Tensor | None]] = []
-    for column in columns:
-        if column is None:
-            split.append(repeat(None))
-        else:
-            moved = column.to(settings.device, non_blocking=True)
-            split.append(torch.split(moved, settings.micro_batch_of(batch)))
-    return zip(*split, strict=False)
+        columns += [batch.positions_BS, batch.document_ids_BS]
+    size = settings.micro_batch_of(batch)
+    slices = [column.to(settings.device, non_blocking=True).split(size) for column in columns]
+    return itertools.starmap(MicroBatch, zip(*slices, strict=True))

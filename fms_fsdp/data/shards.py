@@ -285,8 +285,8 @@ class Shard:
         lengths = np.zeros(len(blocks), np.int64)
         filled = np.flatnonzero(body)  # an empty document has no body, and a shorter message
         if len(filled):
-            _, buffers, place = self._batch(blocks[filled[0]])
-            lengths[filled] = self._gather(blocks["offset"][filled] + place)
+            _, buffers, length_offset = self._batch(blocks[filled[0]])
+            lengths[filled] = self._gather(blocks["offset"][filled] + length_offset)
             spare = body[filled] - lengths[filled] * self.width
             odd = (blocks["metadata"][filled] != blocks["metadata"][filled[0]]).any()
             padding = np.where(body[filled] % 64, 8, 64)  # writers pad to either

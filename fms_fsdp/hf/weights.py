@@ -33,7 +33,7 @@ from fms_fsdp.hf.config import find_family, read_config
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import LanguageModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CODES = {
@@ -362,7 +362,9 @@ def check_names(
     return expected
 
 
-def load_weights(folder: Path, model: Llama, mesh: Mesh, flag: str = "--init_from_hf") -> None:
+def load_weights(
+    folder: Path, model: LanguageModel, mesh: Mesh, flag: str = "--init_from_hf"
+) -> None:
     """Fills the model from a Hugging Face checkpoint, each rank its shards (collective).
 
     Raises:
@@ -379,7 +381,7 @@ def load_weights(folder: Path, model: Llama, mesh: Mesh, flag: str = "--init_fro
 
 
 @torch.no_grad()
-def fill(model: Llama, checkpoint: HFCheckpoint) -> None:
+def fill(model: LanguageModel, checkpoint: HFCheckpoint) -> None:
     """Fills this rank's shards of a model; not collective.
 
     The model may have a larger vocabulary: new rows of embedding and head become the mean row, rows

@@ -110,66 +110,6 @@ class TransformerConfig:
         return tuple(self.attn_window if kind == "L" else 0 for kind in kinds)
 
 
-def count_params(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Counts the parameters of the units that FSDP gathers: the embedding, one block and the head.
-
-    The second number of each is the parameters in matrices of matmuls. A tied head has only its
-    norm.
-    """
-    if config.model_builder:
-        return _count_built(config)
-    hidden = config.hidden_size
-    heads = config.num_attention_heads
-    q_size = heads * config.head_dim
-    kv_size = config.num_kv_heads * config.head_dim
-    num_inner = 2 if config.activation == "swiglu" else 1  # matmuls into the feed-forward layer
-
-    def norm(size: int) -> int:
-        return {"rmsnorm": size, "layernorm": 2 * size, "scalenorm": 1}[config.norm]
-
-    matrices = 2 * hidden * (q_size + kv_size)  # q and o, k and v
-    matrices += (num_inner + 1) * hidden * config.ffn_hidden_size
-    vectors = 2 * norm(hidden)
-    if config.bias:
-        vectors += num_inner * config.ffn_hidden_size + 2 * hidden
-    if config.bias or config.qkv_bias:
-        vectors += q_size + 2 * kv_size
-    if config.qk_norm:
-        vectors += 2 * norm(config.head_dim)
-    position_table = 0
-    if config.pos_emb == "learned":
-        position_table = config.max_seq_len * hidden
-    elif config.pos_emb == "relative":
-        position_table = config.relative_buckets * heads
-    embed = config.padded_vocab_size * hidden
-    head = 0 if config.tie_embeddings else embed
-    return {
-        "embed": (embed + position_table, 0),
-        "block": (matrices + vectors, matrices),
-        "head": (head + norm(hidden), head),
-    }
-
-
-def _count_built(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Counts the parameters of a user's model, which it builds without memory."""
-    import torch
-
-    from fms_fsdp.models.build import build_model
-
-    with torch.device("meta"):
-        model = build_model(config)
-    counts = {}
-    for name, unit in (("embed", model.embed), ("block", model.blocks["0"]), ("head", model.head)):
-        total = 0
-        in_matrices = 0
-        for parameter in [] if unit is None else unit.parameters():
-            total += parameter.numel()
-            if parameter.ndim == 2 and name != "embed":  # the lookup is no matmul
-                in_matrices += parameter.numel()
-        counts[name] = (total, in_matrices)
-    return counts
-
-
 def model_from_dict(content: Mapping[str, Any]) -> TransformerConfig:
     """Restores a shape from config.json or from a checkpoint, where `asdict` wrote it.
 

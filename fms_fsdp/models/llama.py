@@ -15,7 +15,7 @@ Shazeer 2020 (SwiGLU); Zhang and Sennrich 2019 (RMSNorm).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -196,7 +196,37 @@ def run_blocks(x_BSD: torch.Tensor, calls: Iterable[Call]) -> torch.Tensor:
     return x_BSD
 
 
-class Llama(nn.Module):
+class LanguageModel(nn.Module):
+    """The model of a rank: a `Llama`, or the `Pipeline` of the stages that the rank has of one.
+
+    Its parameters have their names of the full model.
+    """
+
+    config: TransformerConfig
+    embed: Embedding | None  # with the first layer
+    blocks: nn.ModuleDict  # by layer of the full model
+    head: Head | None  # with the last layer
+
+    def forward_backward(
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        *,
+        factor: torch.Tensor,
+        loss_scale: torch.Tensor | None = None,
+        mark: Callable[[str], None] = lambda phase: None,
+    ) -> Losses:
+        """Adds the gradients of the loss times `factor` (collective).
+
+        Returns the summed loss, and the sums of further losses if there are any; they are 0 on
+        ranks without the head. `mark` is called with the name of each phase at its end.
+        """
+        raise NotImplementedError
+
+
+class Llama(LanguageModel):
     """The model, or the pipeline stage with the given `layers`.
 
     The first stage has the embedding, the last stage has the head. A block is named by its layer in
@@ -279,3 +309,24 @@ class Llama(nn.Module):
         if self.config.tie_embeddings and self.embed is not None:
             tied = self.embed.weight
         return self.head(x_BSD, labels_BS, tied, loss_scale)
+
+    def forward_backward(
+        self,
+        tokens_BS: torch.Tensor,
+        labels_BS: torch.Tensor,
+        positions_BS: torch.Tensor | None = None,
+        document_ids_BS: torch.Tensor | None = None,
+        *,
+        factor: torch.Tensor,
+        loss_scale: torch.Tensor | None = None,
+        mark: Callable[[str], None] = lambda phase: None,
+    ) -> Losses:
+        with record_function("forward"):
+            loss, _, *others = self(
+                tokens_BS, labels_BS, positions_BS, document_ids_BS, loss_scale=loss_scale
+            )
+        mark("forward")
+        with record_function("backward"):
+            (loss * factor).backward()
+        mark("backward")
+        return loss.detach(), *others

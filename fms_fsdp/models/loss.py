@@ -61,16 +61,14 @@ def softmax_(
     """
     logp_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
     logp_C1 = logp_CV.gather(1, label_C1)
-    if not z_loss:
-        p_CV = logp_CV.exp_()
-        if isinstance(scale, torch.Tensor):  # as a float it is 1
-            p_CV.mul_(scale)
-        logits_CV.copy_(p_CV)
-        return logp_C1.expm1(), -logp_C1  # p - 1, exact near p = 1
     logz_C1 = logits_CV[:, :1].float() - logp_CV[:, :1]
-    pull_C1 = 2 * z_loss * logz_C1
-    logits_CV.copy_(logp_CV.exp_().mul_((1 + pull_C1) * scale))
-    return logp_C1.expm1() + logp_C1.exp() * pull_C1, -logp_C1, z_loss * logz_C1.square()
+    p_CV = logp_CV.exp_()
+    if z_loss:
+        p_CV.mul_((1 + 2 * z_loss * logz_C1) * scale)
+    elif isinstance(scale, torch.Tensor):  # as a float it is 1
+        p_CV.mul_(scale)
+    logits_CV.copy_(p_CV)
+    return _at_label(logp_C1, logz_C1, z_loss)
 
 
 def compiled_softmax_(
@@ -83,12 +81,7 @@ def compiled_softmax_(
     # Outside of the kernel, which may overwrite the logits before it reads them at the labels.
     at_label_C1 = logits_CV.gather(1, label_C1).float()
     logz_C1 = compiled(_normalize_)(logits_CV, scale, z_loss)
-    logp_C1 = at_label_C1 - logz_C1
-    pull_C1 = 2 * z_loss * logz_C1
-    gradient_C1 = logp_C1.expm1() + logp_C1.exp() * pull_C1
-    if not z_loss:
-        return gradient_C1, -logp_C1
-    return gradient_C1, -logp_C1, z_loss * logz_C1.square()
+    return _at_label(at_label_C1 - logz_C1, logz_C1, z_loss)
 
 
 def _normalize_(
@@ -97,6 +90,16 @@ def _normalize_(
     logz_C1 = logits_CV.float().logsumexp(dim=-1, keepdim=True)
     logits_CV.copy_((logits_CV.float() - logz_C1).exp() * ((1 + 2 * z_loss * logz_C1) * scale))
     return logz_C1
+
+
+def _at_label(logp_C1: torch.Tensor, logz_C1: torch.Tensor, z_loss: float) -> Losses:
+    """Returns what `softmax_` does, from the log-probability of the label and log Z."""
+    gradient_C1 = logp_C1.expm1()  # p - 1, exact near p = 1
+    if not z_loss:
+        return gradient_C1, -logp_C1
+    pull_C1 = 2 * z_loss * logz_C1
+    gradient_C1 = gradient_C1 + logp_C1.exp() * pull_C1
+    return gradient_C1, -logp_C1, z_loss * logz_C1.square()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -38,7 +38,8 @@ from fms_fsdp.config import ParallelConfig, Precision
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import LanguageModel, Llama
+from fms_fsdp.models.loss import Losses
 from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
 from fms_fsdp.parallel.precision import DTYPES
 
@@ -74,11 +75,8 @@ def build_pipeline(
     return Pipeline(config, section, mesh, precision, device, stages)
 
 
-class Pipeline(nn.Module):
-    """The stages of this rank, by their index. Parameters have their names of the full model.
-
-    Making one is collective.
-    """
+class Pipeline(LanguageModel):
+    """The stages of this rank, by their index. Making one is collective."""
 
     def __init__(
         self,
@@ -131,12 +129,9 @@ class Pipeline(nn.Module):
         *,
         factor: torch.Tensor,
         loss_scale: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Runs one schedule: forward and backward passes of all micro-batches (collective).
-
-        Adds the gradients of loss times `factor`. Returns the summed loss and, with a z-loss, its
-        sum; 0 on ranks without the last stage.
-        """
+        mark: Callable[[str], None] = lambda phase: None,
+    ) -> Losses:
+        """Runs one schedule: forward and backward passes of all micro-batches."""
         self._finish_sends()
         if positions_BS is None:
             positions_BS = self._positions(tokens_BS)
@@ -156,6 +151,7 @@ class Pipeline(nn.Module):
         except RuntimeError as error:
             # torch wraps errors of a pass; callers treat errors such as OutOfMemoryError by type.
             raise error.__cause__ or error from None
+        mark("forward_backward")
         losses = self._losses
         self._losses = []
         if losses:

@@ -16,7 +16,7 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import run_long_on_rank0, run_on_rank0
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.state import RunConfig, TrainState
@@ -160,7 +160,7 @@ def tokens_between_evaluations(cfg: TrainConfig, corpus: Corpus | None) -> int:
 def initial_state(
     run: RunConfig,
     resume: ResumePoint,
-    model: Llama,
+    model: LanguageModel,
     optimizers: Optimizers,
     stream: Stream,
     device: torch.device,

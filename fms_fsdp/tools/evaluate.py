@@ -46,7 +46,7 @@ from fms_fsdp.hf.export import main as export
 from fms_fsdp.hf.trained import Trained, open_trained, trained
 from fms_fsdp.hf.weights import load_weights
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.generate import load_with_tokenizer
 
@@ -257,7 +257,7 @@ def evaluate_held_out(
 
 
 def _load(
-    config: EvaluateConfig, subject: _Subject, model: Llama, mesh: Mesh, world: World
+    config: EvaluateConfig, subject: _Subject, model: LanguageModel, mesh: Mesh, world: World
 ) -> _Subject:
     """Loads the weights, from a newer checkpoint if the run deletes this one (collective)."""
     if subject.checkpoint is None:

@@ -368,15 +368,15 @@ def main(config: TranslateConfig) -> None:
     """
     files = {path: read_keys(path) for path in dict.fromkeys(config.files)}
     keys = list[Key]()
-    place_of = dict[str, str]()
+    set_at = dict[str, str]()
     for _, own in files.values():
         for key in own:
-            if key.name in place_of:
-                other = place_of[key.name]
+            if key.name in set_at:
+                other = set_at[key.name]
                 raise UserError(
                     f"{key.place}: {shown(key.name)} is also set at {other}; remove one of them"
                 )
-            place_of[key.name] = key.place
+            set_at[key.name] = key.place
             keys.append(key)
     if not keys:
         raise UserError(f"{shown(config.files[0])} has no keys; name a configuration")

@@ -20,7 +20,10 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._functorch.partitioners import (
+    get_default_op_list,
+    min_cut_rematerialization_partition,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -208,6 +211,16 @@ def test_compiled_blocks_use_cheap_recomputation() -> None:
     plain_loss, plain = step(build())
     torch.testing.assert_close(loss, plain_loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradients, plain, rtol=1e-5, atol=1e-4)
+
+
+def test_torch_itself_recomputes_attention() -> None:
+    """Once this fails, torch keeps attention itself, and compile.py needs no pass for it."""
+    kept = get_default_op_list().compute_intensive_ops
+    aten = torch.ops.aten
+    assert aten._scaled_dot_product_flash_attention in kept
+    assert aten._scaled_dot_product_cudnn_attention not in kept
+    assert aten._scaled_dot_product_flash_attention_for_cpu not in kept
+    assert torch.ops.higher_order.flex_attention not in kept
 
 
 @pytest.mark.slow  # the pass that keeps attention is one of the real compiler
