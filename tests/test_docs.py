@@ -35,7 +35,8 @@ PAGES = [*OUTSIDE_DOCS, *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: (gpu|cluster|network|docker) -->\n\Z")
 PROGRAMS = "python|torchrun|bash|source|fms-fsdp|sbatch|srun|docker|torchx|tensorboard|for"
-COMMAND = re.compile(rf"^ *([A-Z_]+=\S* )*({PROGRAMS}) ", re.MULTILINE)
+# Two spaces after a name are a column of a table: `prepare` prints one with the head "source".
+COMMAND = re.compile(rf"^ *([A-Z_]+=\S* )*({PROGRAMS}) (?! )", re.MULTILINE)
 ACTIVATE = "source .venv/bin/activate"
 PLACEHOLDERS = {"…", "...", "[flags]", "[RUN", "…]"}
 TRAINING = {"main_training.py", "main_training", "train.sh", "train.slurm", "my_training.py"}
