@@ -134,6 +134,7 @@ def known_device(gpu: str, memory_bytes: int) -> Device | None:
     Example: "NVIDIA H100 80GB HBM3" is h100_80gb, "NVIDIA H100 PCIe" is h100_pcie.
     """
     words = gpu.lower().replace("-", " ").split()
+    words.append("".join(words[-2:]))  # rtx4090 of "RTX 4090", but not of "RTX 4090 Laptop GPU"
     found = []
     for device in _read(_SHIPPED).values():
         chip = device.name.split("_")[0]

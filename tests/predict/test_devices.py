@@ -45,7 +45,8 @@ def own(tmp_path: Path) -> Path:
         ("NVIDIA L40S", 362),
         ("AMD Instinct MI250X", 191.5),
         ("AMD Instinct MI300X", 1307),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090", None),
     ],
 )
 def test_peak_is_known_by_the_name(gpu: str, tflops: float | None) -> None:
@@ -128,7 +129,12 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("NVIDIA A100-SXM4-40GB", 39.4, "a100_40gb"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "a100_80gb"),
         ("AMD Instinct MI300X", 191.5, "mi300x"),
-        ("NVIDIA GeForce RTX 4090", 23.6, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None),
+        ("NVIDIA RTX A6000", 47.4, "a6000"),
+        ("NVIDIA L4", 22.0, "l4"),
+        ("NVIDIA L40S", 44.4, "l40s"),
+        ("NVIDIA GeForce RTX 3090", 23.6, None),
     ],
 )
 def test_a_gpu_is_known_by_the_name_of_its_driver_and_its_memory(
