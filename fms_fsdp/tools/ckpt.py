@@ -141,7 +141,8 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
                 folders.delete(folder)
     kept = len(set(steps) - corrupt - later)
     hint = "" if config.yes else "; add --yes to delete"
-    print(f"{gib:.3f} GiB in {len(doomed)} folders, {kept} checkpoints kept{hint}")
+    noun = "folder" if len(doomed) == 1 else "folders"
+    print(f"{gib:.3f} GiB in {len(doomed)} {noun}, {kept} checkpoints kept{hint}")
 
 
 def inspect(config: CkptInspectConfig) -> None:
