@@ -59,6 +59,7 @@ def test_every_command_is_accepted_by_its_program(part: str, gib: int) -> None:
         read_by_its_parser(line)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_device_are_rehearsed(tmp_path: Path) -> None:
     """Two layouts of two ranks and their references, on the CPU; a second call repeats neither."""
     # no time limit decides: the test is of the results
@@ -78,6 +79,7 @@ def test_ranks_that_share_a_device_are_rehearsed(tmp_path: Path) -> None:
     assert len(list((folder / "starts").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_shared_cases_have_a_verdict(tmp_path: Path) -> None:
     """A case that differs from its reference, one that hangs, and one that this machine rejects."""
     fsdp = Case("fsdp", 2, ("--sharding_strategy=fsdp",), sizes={"dp_shard": 2})

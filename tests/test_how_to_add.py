@@ -12,6 +12,8 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from fms_fsdp.checkpoint.folders import find_checkpoint
 from fms_fsdp.config import TrainConfig
 from tests.cli import ROOT, TINY, losses
@@ -83,6 +85,7 @@ def test_users_variant_trains_as_the_page_says(tmp_path: Path) -> None:
     assert recorded["resolved"]["model"]["hidden_size"] == 96
 
 
+@pytest.mark.slow
 def test_documented_optimizer_trains_inside_and_outside(tmp_path: Path) -> None:
     section = PAGE.partition("## An optimizer")[2].partition("\n## ")[0]
     (module,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

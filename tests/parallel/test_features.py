@@ -282,42 +282,6 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]
     return flags, folder / "alone"
 
 
-def train_files_over(
-    every: Sequence[str],
-    packed: tuple[list[str], Path],
-    imported: tuple[list[str], Path],
-    folder: Path,
-) -> Path:
-    """Trains the packed and the imported run over each of the axes, with two ranks along each axis."""
-    (num_axes,) = {len(axes.split()) for axes in every}
-    launches = []
-    for axes in every:
-        over = [flag for name in axes.split() for flag in AXES[name]]
-        text = [*packed[0], *TRACED, *over, f"--output_dir={folder / axes / 'packed'}"]
-        weights = [*imported[0], *over, f"--output_dir={folder / axes / 'imported'}"]
-        launches += [last_of_each(text), last_of_each(weights)]
-    train_each(launches, 2**num_axes)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def over_axes(
-    packed: tuple[list[str], Path],
-    imported: tuple[list[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    return train_files_over(MODEL_AXES, packed, imported, tmp_path_factory.mktemp("axes"))
-
-
-@pytest.fixture(scope="module")
-def over_pairs(
-    packed: tuple[list[str], Path],
-    imported: tuple[list[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
-    return train_files_over(PAIRS, packed, imported, tmp_path_factory.mktemp("pairs"))
-
-
 def assert_packed(run: Path, alone: Path) -> None:
     """Asserts that a run over text trains and generates as on one process, and that it was profiled."""
     assert not difference(numbers(alone), numbers(run), 1e-5)
@@ -337,30 +301,25 @@ def assert_imported(run: Path, alone: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("axis", MODEL_AXES)
-def test_packing_samples_and_profiler_with_every_axis(
-    packed: tuple[list[str], Path], over_axes: Path, axis: str
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "pp",
+        pytest.param("tp", marks=pytest.mark.slow),
+        pytest.param("cp", marks=pytest.mark.slow),
+        *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS),
+    ],
+)
+def test_packing_samples_profiler_and_import_with_axes(
+    packed: tuple[list[str], Path], imported: tuple[list[str], Path], tmp_path: Path, axes: str
 ) -> None:
-    assert_packed(over_axes / axis / "packed", packed[1])
-
-
-@pytest.mark.parametrize("axis", MODEL_AXES)
-def test_import_and_export_with_every_axis(
-    imported: tuple[list[str], Path], over_axes: Path, axis: str
-) -> None:
-    assert_imported(over_axes / axis / "imported", imported[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS)
-def test_packing_and_import_with_every_pair_of_axes(
-    packed: tuple[list[str], Path],
-    imported: tuple[list[str], Path],
-    over_pairs: Path,
-    pair: str,
-) -> None:
-    assert_packed(over_pairs / pair / "packed", packed[1])
-    assert_imported(over_pairs / pair / "imported", imported[1])
+    names = axes.split()
+    over = [flag for name in names for flag in AXES[name]]
+    text = [*packed[0], *TRACED, *over, f"--output_dir={tmp_path / 'packed'}"]
+    weights = [*imported[0], *over, f"--output_dir={tmp_path / 'imported'}"]
+    train_each([last_of_each(text), last_of_each(weights)], 2 ** len(names))
+    assert_packed(tmp_path / "packed", packed[1])
+    assert_imported(tmp_path / "imported", imported[1])
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
