@@ -88,7 +88,8 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported(path: Path, root: Path | None = None) -> set[str]:
+@cache
+def imported(path: Path, root: Path | None = None) -> frozenset[str]:
     """Returns the full names of the modules that a file imports, in functions too.
 
     Relative imports are resolved below the root, by default the project's. Allowed imports of
@@ -96,12 +97,12 @@ def imported(path: Path, root: Path | None = None) -> set[str]:
     names a module of the package, such as "fms_fsdp.train:train", counts; so does an f-string such
     as f"fms_fsdp.tools.{name}", as every module of that package.
     """
-    names, late = set[str](), set(_late_nodes(path))
-    for node in ast.walk(parsed(path)):
+    names = set[str]()
+    for node, is_late in _nodes(parsed(path)):
         match node:
             case ast.Import():
                 names |= {alias.name for alias in node.names}
-            case ast.ImportFrom(module=str(module)) if node in late and _may_be_late(path, module):
+            case ast.ImportFrom(module=str(module)) if is_late and _may_be_late(path, module):
                 continue
             case ast.ImportFrom():
                 module = _absolute(node, path, root or ROOT)
@@ -112,17 +113,24 @@ def imported(path: Path, root: Path | None = None) -> set[str]:
                 rf"{PACKAGE}(\.\w+)+\.", text
             ):
                 names |= {module_name(file) for file in python_files(text.replace(".", "/"))}
-    return names
+    return frozenset(names)
 
 
-def _late_nodes(path: Path) -> Iterator[ast.AST]:
-    """Yields the nodes inside functions and under `if TYPE_CHECKING:`."""
-    for node in ast.walk(parsed(path)):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef():
-                yield from ast.walk(node)
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                yield from ast.walk(node)
+def _nodes(node: ast.AST, is_late: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Yields the nodes below one, and whether each is inside a function or under `if TYPE_CHECKING:`."""
+    is_late = is_late or _makes_late(node)
+    for child in ast.iter_child_nodes(node):
+        yield child, is_late or _makes_late(child)
+        yield from _nodes(child, is_late)
+
+
+def _makes_late(node: ast.AST) -> bool:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return True
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return True
+    return False
 
 
 def _may_be_late(path: Path, module: str) -> bool:

@@ -366,7 +366,7 @@ def own_files(fault: Fault) -> list[str]:
 
 
 @cache
-def imported(name: str) -> set[str]:
+def imported(name: str) -> frozenset[str]:
     """Returns the modules that a test file imports."""
     return layers.imported(ROOT / name)
 

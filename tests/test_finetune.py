@@ -95,7 +95,12 @@ def test_records_without_prompt_are_malformed(
 
 
 @pytest.mark.parametrize(
-    ("nproc", "flag"), [(0, "--seed=2023"), (2, "--sharding_strategy=ddp"), (2, "--cp_size=2")]
+    ("nproc", "flag"),
+    [
+        (0, "--seed=2023"),
+        pytest.param(2, "--sharding_strategy=ddp", marks=pytest.mark.slow),
+        (2, "--cp_size=2"),
+    ],
 )
 def test_loss_is_that_of_responses(corpus: Path, tmp_path: Path, nproc: int, flag: str) -> None:
     flags = (*FLAGS, *STEPS, "--batch_size=2", flag)

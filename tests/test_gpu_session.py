@@ -214,6 +214,7 @@ def calls(folder: Path) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_interrupted_machine_loses_one_case(tmp_path: Path) -> None:
     """Each run leaves a report, a large file and a checkpoint; the fifth takes the machine away."""
     out, bare = tmp_path / "out", tmp_path / "bare"

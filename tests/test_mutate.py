@@ -73,6 +73,7 @@ def test_each_package_has_its_faults() -> None:
         assert mutate.Nearest().tests(fault), fault.path
 
 
+@pytest.mark.slow
 def test_failure_without_fault_is_not_a_kill(project: Path) -> None:
     broken = "\n\ndef test_broken():\n    assert False\n"
     (project / "tests/test_sums.py").write_text(broken + TEST + "\n")

@@ -140,6 +140,7 @@ def limit_open_files(soft: int, hard: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow  # twelve ranks
 def test_small_limit_of_open_files_is_raised(tmp_path: Path) -> None:
     """With a connection between every two ranks, rank 0 alone has more than 40 files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

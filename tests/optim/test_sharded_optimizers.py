@@ -6,6 +6,8 @@ The gradients are equal. The processes of one world size are started once and ru
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,8 @@ MORE = {
     "rmsprop": ("momentum=0.9", "centered=true"),
     "adamw": ("amsgrad=true",),
 }
+QUICK = ("adamw", "muon", "adafactor", "lamb", "torch.optim:NAdam")
+OTHERS = tuple(name for name in NAMES if name not in QUICK)
 STEPS = 4
 SAVED_AT = 2
 Whole = dict[str, torch.Tensor]
@@ -108,14 +112,14 @@ def resumed(mesh: DeviceMesh, name: str, folder: Path) -> Whole:
     return everything(model, optimizers)
 
 
-def on_ranks(folder: Path) -> dict[tuple[str, str], Whole]:
+def on_ranks(folder: Path, names: Sequence[str]) -> dict[tuple[str, str], Whole]:
     found = {}
     if torch.distributed.get_world_size() == 2:
         mesh = init_device_mesh("cpu", (2,))
-        return {("resumed", name): resumed(mesh, name, folder / name) for name in NAMES}
+        return {("resumed", name): resumed(mesh, name, folder / name) for name in names}
     fsdp = init_device_mesh("cpu", (4,))
     hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    for name in NAMES:
+    for name in names:
         found["fsdp", name] = sharded(fsdp, name, folder / name)
         found["hsdp", name] = sharded(hsdp, name, None)
     return found
@@ -132,19 +136,26 @@ def alone(name: str) -> Whole:
     return everything(model, optimizers)
 
 
-@pytest.fixture(scope="module", name="ranks")
-def on_four_and_two_ranks() -> dict[tuple[str, str], list[Whole]]:
+@cache
+def on_four_and_two_ranks(names: tuple[str, ...]) -> dict[tuple[str, str], list[Whole]]:
     """Returns the results of each rank by layout and optimizer, on four ranks and then on two."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for world in (4, 2):
-            by_rank = run_ranks(on_ranks, world, Path(folder))
+            by_rank = run_ranks(on_ranks, world, Path(folder), names)
             found |= {case: [rank[case] for rank in by_rank] for case in by_rank[0]}
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_shards_equal_one_process(ranks: dict[tuple[str, str], list[Whole]], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        *((name, QUICK) for name in QUICK),
+        *(pytest.param(name, OTHERS, marks=pytest.mark.slow) for name in OTHERS),
+    ],
+)
+def test_shards_equal_one_process(name: str, together: tuple[str, ...]) -> None:
+    ranks = on_four_and_two_ranks(together)
     expected = alone(name)
     for layout in ("fsdp", "hsdp", "resumed"):
         results = ranks[layout, name]

@@ -175,27 +175,34 @@ def flags_over(group: Group, axis: str, folder: Path) -> list[str]:
     return last_of_each([*flags, f"--output_dir={folder / names_of(group) / (axis or 'alone')}"])
 
 
-def train_over(axes: Sequence[str], groups: Sequence[Group], folder: Path) -> None:
-    """Trains each group over each axis that it works with; the launches share their ranks."""
-    cells = [(axis, group) for axis in axes for group in groups if works_with(axis, group)]
+class Cell(NamedTuple):
+    axis: str
+    group: Group
+
+
+def is_first_axis(axis: str, group: Group) -> bool:
+    """Returns whether it is the one axis that the quick tests try with the group: each group has another."""
+    axes = [each for each in AXES if works_with(each, group)]
+    return axis == axes[GROUPS.index(group) % len(axes)]
+
+
+def train_over(cells: Sequence[Cell], folder: Path) -> None:
+    """Trains each group over its axis, or on one process (""); the launches share their ranks."""
     (num_ranks,) = {num_ranks_of(group) if axis else 0 for axis, group in cells}
-    backend = "aot_eager" if any(map(is_compiled, groups)) else ""
+    backend = "aot_eager" if any(is_compiled(group) for _, group in cells) else ""
     train_each(
         [flags_over(group, axis, folder) for axis, group in cells], num_ranks, backend=backend
     )
 
 
-def differences(axes: Sequence[str], groups: Sequence[Group], alone: Path, folder: Path) -> str:
-    """Returns a line for each group that trains over an axis unlike alone."""
+def differences(cells: Sequence[Cell], alone: Path, folder: Path) -> str:
+    """Returns a line for each group that trains over its axis unlike alone."""
     problems = []
-    for axis in axes:
-        for group in groups:
-            if not works_with(axis, group):
-                continue
-            wanted = numbers(alone / names_of(group) / "alone")
-            found = difference(wanted, numbers(folder / names_of(group) / axis), group.rel)
-            if found:
-                problems.append(f"{axis} of {names_of(group)}: {found}")
+    for axis, group in cells:
+        wanted = numbers(alone / names_of(group) / "alone")
+        found = difference(wanted, numbers(folder / names_of(group) / axis), group.rel)
+        if found:
+            problems.append(f"{axis} of {names_of(group)}: {found}")
     return "\n".join(problems)
 
 
@@ -208,46 +215,67 @@ EAGER = [group for group in GROUPS if not is_compiled(group)]
 ON_TWO = [group for group in EAGER if num_ranks_of(group) == 2]
 ON_FOUR = [group for group in EAGER if num_ranks_of(group) == 4]
 RECOMPUTED, CHEAP = (group for group in GROUPS if is_compiled(group))
+QUICK_OR_SLOW = (
+    pytest.param(True, id="first"),
+    pytest.param(False, id="others", marks=pytest.mark.slow),
+)
+
+
+def cells_of(axes: Sequence[str], groups: Sequence[Group], is_first: bool) -> list[Cell]:
+    """Returns the groups with their first axis, or with all the others that they work with."""
+    return [
+        Cell(axis, group)
+        for axis in axes
+        for group in groups
+        if works_with(axis, group) and is_first_axis(axis, group) == is_first
+    ]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of all eager groups on one process."""
     folder = tmp_path_factory.mktemp("alone")
-    train_over([""], EAGER, folder)
+    train_over([Cell("", group) for group in EAGER], folder)
     return folder
 
 
+@pytest.mark.parametrize("is_first", QUICK_OR_SLOW)
 @pytest.mark.parametrize("axis", AXES)
-def test_features_train_with_every_axis(axis: str, alone: Path, tmp_path: Path) -> None:
-    train_over([axis], ON_TWO, tmp_path)
-    assert not differences([axis], ON_TWO, alone, tmp_path)
+def test_features_train_with_every_axis(
+    axis: str, is_first: bool, alone: Path, tmp_path: Path
+) -> None:
+    cells = cells_of([axis], ON_TWO, is_first)
+    train_over(cells, tmp_path)
+    assert not differences(cells, alone, tmp_path)
 
 
+@pytest.mark.parametrize("is_first", QUICK_OR_SLOW)
 @pytest.mark.parametrize("group", ON_FOUR, ids=names_of)
 def test_replicated_features_train_with_every_axis(
-    group: Group, alone: Path, tmp_path: Path
+    group: Group, is_first: bool, alone: Path, tmp_path: Path
 ) -> None:
     """In processes for each: torch keeps results of DTensor operations by meshes that compare equal,
     with the names of process groups that the launch before has destroyed."""
-    train_over(MODEL_AXES, [group], tmp_path)
-    assert not differences(MODEL_AXES, [group], alone, tmp_path)
+    cells = cells_of(MODEL_AXES, [group], is_first)
+    train_over(cells, tmp_path)
+    assert not differences(cells, alone, tmp_path)
 
 
+@pytest.mark.parametrize("is_first", QUICK_OR_SLOW)
 @pytest.mark.parametrize(
-    ("group", "axes"),
+    "group",
     [
-        pytest.param(RECOMPUTED, MODEL_AXES, id="recomputed"),
-        pytest.param(RECOMPUTED, ["gather"], id="recomputed gather", marks=pytest.mark.slow),
-        pytest.param(CHEAP, MODEL_AXES, id="cheap", marks=pytest.mark.slow),
+        pytest.param(RECOMPUTED, id="recomputed"),
+        pytest.param(CHEAP, id="cheap", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_features_train_with_every_axis(
-    group: Group, axes: Sequence[str], tmp_path: Path
+    group: Group, is_first: bool, tmp_path: Path
 ) -> None:
-    train_over([""], [group], tmp_path)
-    train_over(axes, [group], tmp_path)
-    assert not differences(axes, [group], tmp_path, tmp_path)
+    train_over([Cell("", group)], tmp_path)
+    cells = cells_of([*AXES], [group], is_first)
+    train_over(cells, tmp_path)
+    assert not differences(cells, tmp_path, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -349,6 +377,7 @@ def test_features_the_table_rejects_are_rejected(tmp_path: Path, feature: Any, a
         planned(flags, World(0, 0, 2, 2))
 
 
+@pytest.mark.slow  # test_loading.py loads the model of two ranks alone
 def test_checkpoint_of_two_axes_is_usable(packed: tuple[list[str], Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = [flag for flag in packed[0] if not flag.startswith(("--sample", "--packing"))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fms_fsdp.config import BF16
 from tests.parallel.layouts import Case, compare
 
@@ -59,5 +61,22 @@ CASES = {
 }
 
 
+QUICK = (  # each axis alone, each pair of axes, and an axis with each strategy
+    "tp 4",
+    "pp 4",
+    "tp x cp by ulysses",
+    "pp x tp by 1f1b",
+    "pp x cp by gather",
+    "tp x ddp",
+    "cp x hsdp",
+    "pp x fsdp",
+)
+
+
 def test_layouts_train_like_one_process() -> None:
-    compare(4, CASES)
+    compare(4, {name: CASES[name] for name in QUICK})
+
+
+@pytest.mark.slow
+def test_further_layouts_train_like_one_process() -> None:
+    compare(4, {name: case for name, case in CASES.items() if name not in QUICK})

@@ -228,7 +228,7 @@ def test_closed_terminal_does_not_prevent_the_save(tmp_path: Path) -> None:
     assert saved_by(process, tmp_path, "SIGHUP")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+@pytest.mark.parametrize("closed", [">&-", pytest.param("2>&-", marks=pytest.mark.slow)])
 def test_launch_with_closed_stream_trains(tmp_path: Path, closed: str) -> None:
     """`flush` of a stream that is None ended the launch before it had parsed its flags."""
     flags = [*TINY, "--trackers=none", "--num_steps=1", f"--output_dir={tmp_path / 'run'}"]

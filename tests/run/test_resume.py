@@ -241,7 +241,7 @@ def test_hanging_rank_leaves_stacks_and_ends(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    assert result.returncode == 1 and time.monotonic() - begin < 60
+    assert result.returncode == 1 and time.monotonic() - begin < 120
     assert "no step for" in result.stdout + result.stderr
     assert "in hang" in (tmp_path / "stacks" / "rank1.txt").read_text()
     assert status(tmp_path)["status"] == "failed" and "no step for" in status(tmp_path)["reason"]
@@ -256,6 +256,7 @@ def test_checkpoint_records_versions_and_commit(whole: Path) -> None:
     assert versions["torch"]
 
 
+@pytest.mark.slow  # test_launch.py sends signals to ranks without an agent
 def test_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path) -> None:
     signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     flags = argv(tmp_path, "--num_steps=100000", "--checkpoint_interval=0")

@@ -154,14 +154,16 @@ def test_model_learns_nothing_from_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        "--sharding_strategy=fsdp --recompute=blocks --batch_size=2",
-        "--sharding_strategy=ddp --use_torch_compile=True --batch_size=2",
+        pytest.param("--sharding_strategy=fsdp --recompute=blocks", id="fsdp"),
+        pytest.param(
+            "--sharding_strategy=ddp --use_torch_compile=True", id="ddp", marks=pytest.mark.slow
+        ),
     ],
-    ids=["fsdp", "ddp"],
 )
 def test_ranks_learn_as_one_process(teacher: Path, alone: Path, tmp_path: Path, more: str) -> None:
-    flags = [*FLAGS, *LEARNS, f"--teacher_path={teacher}", "--eval_interval=4", *more.split()]
-    trained(*flags, f"--output_dir={tmp_path}", nproc=2, backend="aot_eager")
+    flags = [*FLAGS, *LEARNS, f"--teacher_path={teacher}", "--eval_interval=4"]
+    flags += ["--batch_size=2", *more.split(), f"--output_dir={tmp_path}"]
+    trained(*flags, nproc=2, backend="aot_eager")
     for one, other in zip(learned(alone), learned(tmp_path), strict=True):
         assert other == pytest.approx(one, rel=1e-5)
 

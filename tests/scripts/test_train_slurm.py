@@ -84,7 +84,10 @@ def num_looks(repo: Path) -> int:
     return len(notes.read_text().splitlines()) if notes.exists() else 0
 
 
-@pytest.mark.parametrize(("plan", "status"), [("finished:0", 0), ("failed:1", 137)])
+@pytest.mark.parametrize(
+    ("plan", "status"),
+    [pytest.param("finished:0", 0, marks=pytest.mark.slow), ("failed:1", 137)],
+)
 def test_elastic_job_outlives_a_node(repo: Path, submit: Submit, plan: str, status: int) -> None:
     """srun gives the status of a node that was killed; how the run ended counts."""
     with socket.socket() as free:
