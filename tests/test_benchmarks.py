@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -199,7 +200,13 @@ def test_the_page_shows_all_settings_of_today() -> None:
 def test_every_script_of_results_takes_output() -> None:
     for path in (ROOT / "benchmarks").glob("*.py"):
         other = {"bench_train", "compare_programs"}  # their own --output
-        other |= {"gpu_compare", "gpu_copy", "judge_plan", "published"}  # no result file
+        other |= {
+            "gpu_compare",
+            "gpu_copy",
+            "judge_plan",
+            "published",
+            "record_terminal",
+        }  # no result file
         other |= {"parallel_recipes", "settings_by_devices", "result_file"}
         assert "parser_of" in path.read_text() or path.stem in other, path
         assert (
@@ -284,3 +291,21 @@ def test_race_is_equal_where_its_rounds_cover_one(monkeypatch: pytest.MonkeyPatc
     assert ratios["litgpt"] == [1.25, 1.5] and len(ratios["plain"]) == 3
     assert covers_one(ratios["plain"]) and not covers_one(ratios["litgpt"])
     assert not covers_one([1.0])  # one round has no spread
+
+
+def test_a_terminal_is_recorded_as_lines_that_appear(tmp_path: Path) -> None:
+    picture = tmp_path / "seen.svg"
+    shown = r"printf 'first <1>\nhalf'; sleep 1; printf '\r\033[K\033[1mdone\033[0m\n'; seq 30"
+    command = [sys.executable, "benchmarks/record_terminal.py", f"--output={picture}", "--", "bash"]
+    subprocess.run([*command, "-c", shown], cwd=ROOT, check=True, capture_output=True)
+    lines: dict[str, list[tuple[str, str]]] = {}
+    for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"):
+        lines.setdefault(text.get("y", ""), []).append(
+            (text.text or "", text.get("visibility", ""))
+        )
+    found = [lines[str(18 * number)] for number in range(1, 33)]
+    assert found[0] == [("first <1>", "visible")]
+    assert found[1] == [("half", "hidden"), ("done", "visible")]
+    assert found[2:32] == [[(str(number), "visible")] for number in range(1, 31)]
+    failed = subprocess.run([*command, "-c", "exit 3"], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 1 and "bash ended with status 3" in failed.stderr

@@ -143,7 +143,7 @@ def check_search(seed: int) -> int:
 
 @pytest.mark.slow
 def test_layouts_of_a_search_can_be_typed() -> None:
-    assert sum(map(check_search, range(6))) > 7
+    assert sum(map(check_search, range(1, 5))) > 7
 
 
 SMALL = "--num_layers=4 --hidden_size=512 --num_attention_heads=8 --vocab_size=1000"
