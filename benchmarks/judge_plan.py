@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pictures import picture
 from published import ASSUMED, DEVICES_PER_NODE, Peak, Published, peak_of, read_published
 
 from fms_fsdp.console import table
@@ -208,13 +209,7 @@ def summary(judged: Sequence[Judged]) -> str:
 
 def draw(judged: Sequence[Judged], path: Path) -> None:
     """Draws prediction by publication, each row a point; those more than 15 % off have a label."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    settings = {"svg.hashsalt": "plan", "svg.fonttype": "none", "font.size": 11}
-    with matplotlib.rc_context(settings):  # type: ignore[arg-type]
-        figure = Figure(figsize=(8, 6.5), layout="constrained", facecolor="white")
-        axes = figure.add_subplot()
+    with picture(path, (8, 6.5)) as axes:
         known = [each for each in judged if each.tokens_per_s is not None]
         rates = [each.row.tokens_per_s for each in known]
         ends = np.array([min(rates), max(rates)])
@@ -247,8 +242,6 @@ def draw(judged: Sequence[Judged], path: Path) -> None:
         )
         axes.grid(which="major", alpha=0.3)
         axes.legend(loc="lower right")
-        metadata = {"Date": None} if path.suffix == ".svg" else {}  # equal results, equal files
-        figure.savefig(path, dpi=110, metadata=metadata)
 
 
 def _title_of(device: str) -> str:

@@ -127,3 +127,33 @@ def test_browser_draws_the_page(restarted: Path, tmp_path: Path) -> None:
         pytest.skip("puppeteer-core is not installed")
     assert ended.returncode == 0, ended.stderr
     assert "errors [] " in ended.stdout
+
+
+@pytest.mark.slow  # starts Chromium
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_page_shows_log_scales_and_no_empty_tile(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", record(1, 10, loss=2.0, loss_mean=3.0, grad_norm_mean=1.0))
+    page = tmp_path / "page.html"
+    assert main(["report", str(run), f"--output={page}"]) == 0
+    click = "<script>document.querySelector('figcaption button').click()</script></body>"
+    page.write_text(page.read_text().replace("</body>", click))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    ended = subprocess.run(
+        [str(CHROMIUM), *options, page.as_uri()], capture_output=True, text=True, timeout=300
+    )
+    drawn, _, tables = ended.stdout.partition('<section id="tables">')
+    assert tables, ended.stderr
+    figures = drawn.split("<figure")[1:]
+    pressed = {
+        re.findall("<b[^>]*>(.*?)</b>", figure)[0]
+        for figure in figures
+        if 'aria-pressed="true"' in figure
+    }
+    assert pressed == {"Loss", "Gradient norm"}  # the first by the click
+    opacities = re.findall(r'<i[^>]*style="([^"]*)"[^>]*></i><span[^>]*>(\w+)', figures[0])
+    assert {name: "opacity" in style for style, name in opacities} == {
+        "loss_mean": False,
+        "loss": True,
+    }
+    tiles = drawn.partition('<section class="charts"')[0].partition('class="cards"')[2]
+    assert "mean loss" in tiles and "MFU" not in tiles and "–" not in tiles
