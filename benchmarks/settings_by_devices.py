@@ -44,7 +44,7 @@ class Setting(NamedTuple):
         """Returns the row of the table."""
         begin = f"| {self.devices} | `{self.model}` | {self.strategy}"
         if self.least > GPU_GIB:
-            return f"{begin} | rejected: needs at least {self.least:,.1f} GiB | | |"
+            return f"{begin} | does not fit: needs at least {self.least:,.1f} GiB | | |"
         fits = "" if self.expected <= GPU_GIB else ": more than there is"
         return f"{begin} | {self.recompute} | {self.rows} × {self.micro_steps} | {self.expected:.1f}{fits} |"
 

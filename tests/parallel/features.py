@@ -21,7 +21,8 @@ class Feature(NamedTuple):
 
 _SWITCHES = ("document_mask", "qk_norm", "parallel_residual", "bias", "qkv_bias")
 _POSITIONS = ("learned", "sinusoidal", "alibi", "none")
-_OWN_MODEL = "builds a model that brings no plan for --{axis}_size"
+_OWN_MODEL = "no: custom models are not sharded along this axis"
+_TEACHER = "no: the teacher is not sharded along this axis"
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -31,8 +32,8 @@ FEATURES: tuple[Feature, ...] = (
         "relative positions",
         "--pos_emb=relative",
         {
-            "cp": "adds biases of a whole row, which --cp_size cuts",
-            "pp": "has one table for all layers, which --pp_size gives to different ranks",
+            "cp": "no: a bias needs the full sequence",
+            "pp": "no: all layers share one table, which would be on several stages",
         },
     ),
     *(Feature(kind, f"--norm={kind}") for kind in ("layernorm", "scalenorm")),
@@ -51,7 +52,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "ramp of micro-batches",
         "--rampup_batch_size=4,4,8 --batch_size=8 --rampup_micro_batch=True",
-        {"pp": "changes the number of micro-batches, which the schedule of --pp_size needs"},
+        {"pp": "no: a schedule needs a fixed number of micro-batches"},
     ),
     *(
         Feature(kind, f"--precision={kind}")
@@ -76,28 +77,29 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "tied embeddings",
         "--tie_embeddings=True",
-        {"pp": "lie in the first and in the last stage, which --pp_size makes two"},
+        {"pp": "no: the shared weight would be on the first and the last stage"},
     ),
     Feature(
         "teacher",
         "--teacher_path=FOLDER",
-        {axis: f"runs a second model, which --{axis}_size does not divide" for axis in MODEL_AXES},
+        dict.fromkeys(MODEL_AXES, _TEACHER),
     ),
     Feature(
         "model of your own",
         "--model_builder=MODULE:FUNCTION",
-        {axis: _OWN_MODEL.format(axis=axis) for axis in MODEL_AXES},
+        dict.fromkeys(MODEL_AXES, _OWN_MODEL),
     ),
 )
 
 
 def features_table() -> str:
-    """Returns the table of features and axes, as docs/reference/parallelism-tables.md shows it."""
+    """Returns the exceptions and the list of all features, as docs/reference/parallelism-tables.md shows them."""
     lines = ["| feature | flags | tp | cp | pp |", "|---|---|---|---|---|"]
     for feature in FEATURES:
-        cells = (
-            f"rejected: {reason}" if (reason := feature.refused.get(axis)) else "works"
-            for axis in MODEL_AXES
-        )
-        lines.append(f"| {feature.name} | `{feature.flags}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        if feature.refused:
+            cells = [feature.refused.get(axis, "works") for axis in MODEL_AXES]
+            lines.append(f"| {feature.name} | `{feature.flags}` | {' | '.join(cells)} |")
+    lines += ["", "These work with all three axes:", ""]
+    working = [f"`{feature.flags}`" for feature in FEATURES if not feature.refused]
+    lines += [", ".join(working[i : i + 5]) + "," for i in range(0, len(working), 5)]
+    return "\n".join(lines).removesuffix(",")
