@@ -2,7 +2,7 @@
 
     python benchmarks/record_terminal.py --output=docs/quickstart.svg -- bash scripts/train.sh
 
-The command runs once, in a pseudo-terminal of 100 columns. Long pauses are shortened: the picture plays in
+The command runs once, in a pseudo-terminal of 110 columns. Long pauses are shortened: the picture plays in
 `--seconds`, then begins again. A viewer that cannot animate shows the last screen.
 """
 
@@ -21,7 +21,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-COLUMNS = 100
+COLUMNS = 110
 ROWS = 24
 LINE_HEIGHT = 18  # px
 CHARACTER_WIDTH = 7.8  # px, of the monospaced font at 13 px
@@ -106,7 +106,8 @@ def svg(looks: list[State], title: str, seconds: float) -> str:
     looks = thinned(looks, 0.25 / scale)
     period = seconds + HOLD
     width = round(COLUMNS * CHARACTER_WIDTH) + 32
-    height = ROWS * LINE_HEIGHT + 52
+    screen = ROWS * LINE_HEIGHT
+    height = screen + 52
     body = []
     for index, look in enumerate(looks):
         begin = look.time * scale
@@ -117,7 +118,7 @@ def svg(looks: list[State], title: str, seconds: float) -> str:
         values = "hidden;visible" if end is None else "hidden;visible;hidden"
         y = (look.line + 1) * LINE_HEIGHT
         body.append(
-            f'<text y="{y}" visibility="{shown}">{escape(look.text)}'
+            f'<text y="{y}" visibility="{shown}">{_escaped(look.text)}'
             f'<animate attributeName="visibility" calcMode="discrete" dur="{period:g}s" '
             f'repeatCount="indefinite" values="{values}" keyTimes="{_key_times(times, period)}"/></text>'
         )
@@ -130,8 +131,8 @@ def svg(looks: list[State], title: str, seconds: float) -> str:
 <title>{escape(title)}</title>
 <rect width="{width}" height="{height}" rx="8" fill="#16181d"/>
 <text x="16" y="24" font-family="monospace" font-size="13" fill="#8b949e">$ {escape(title)}</text>
-<svg x="16" y="34" width="{width - 32}" height="{ROWS * LINE_HEIGHT + 6}">
-<g font-family="monospace" font-size="13" fill="#e6edf3" xml:space="preserve" transform="translate(0 {-final})">
+<svg x="16" y="39" width="{width - 32}" height="{screen}" viewBox="0 5 {width - 32} {screen}">
+<g font-family="monospace" font-size="13" fill="#e6edf3" transform="translate(0 {-final})">
 <animateTransform attributeName="transform" type="translate" calcMode="discrete" dur="{period:g}s" \
 repeatCount="indefinite" values="{offsets}" keyTimes="{_key_times(list(scrolls), period)}"/>
 {chr(10).join(body)}
@@ -139,6 +140,11 @@ repeatCount="indefinite" values="{offsets}" keyTimes="{_key_times(list(scrolls),
 </svg>
 </svg>
 """
+
+
+def _escaped(text: str) -> str:
+    """Returns the text for XML, with spaces that no viewer joins."""
+    return escape(text).replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _key_times(seconds: list[float], period: float) -> str:

@@ -295,9 +295,8 @@ def test_a_terminal_is_recorded_as_lines_that_appear(tmp_path: Path) -> None:
     subprocess.run([*command, "-c", shown], cwd=ROOT, check=True, capture_output=True)
     lines: dict[str, list[tuple[str, str]]] = {}
     for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"):
-        lines.setdefault(text.get("y", ""), []).append(
-            (text.text or "", text.get("visibility", ""))
-        )
+        shown_text = (text.text or "").replace("\N{NO-BREAK SPACE}", " ")
+        lines.setdefault(text.get("y", ""), []).append((shown_text, text.get("visibility", "")))
     found = [lines[str(18 * number)] for number in range(1, 33)]
     assert found[0] == [("first <1>", "visible")]
     assert found[1] == [("half", "hidden"), ("done", "visible")]
