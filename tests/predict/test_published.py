@@ -122,6 +122,7 @@ def test_a_table_that_cannot_be_read_is_refused_in_one_line(
     assert main([str(tmp_path / "none.tsv")]) == 2
 
 
+@pytest.mark.slow  # judges all rows
 def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from judge_plan import main
 
