@@ -87,7 +87,7 @@ def test_flag_has_the_type_of_its_field(argument: str, value: Any) -> None:
     --seq_length=64 stray | stray is not a flag
     --selective_checkpointing=3 | write 1/3 or every:3
     --selective_checkpointing=0 | --fsdp_activation_checkpointing=False
-    --datasets=a,b --weights=1 | 1 weights for 2 datasets
+    --datasets=a,b --weights=1 | 1 weight for 2 datasets
     --datasets=a,b --weights=1,-2 | --weights=-2 must be at least 0
     --datasets=a,a | must name each source once; remove the second a
     --config=no_such_file | preset: bench, continue, gpt3_13b

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fms_fsdp.config.flag import WithoutEffect, fixed_flag, flag, logged_flag
 from fms_fsdp.config.formats import parse_skips
-from fms_fsdp.config.values import joined
+from fms_fsdp.config.values import counted, joined
 from fms_fsdp.errors import UserError
 
 # condition, fix and flags of `WithoutEffect`
@@ -90,7 +90,8 @@ class DataConfig:
         if self.weights and len(self.weights) != len(self.datasets):
             raise UserError(
                 f"--weights={joined(self.weights)} must be one number per dataset, but there are "
-                f"{len(self.weights)} weights for {len(self.datasets)} datasets "
+                f"{counted(len(self.weights), 'weight')} for "
+                f"{counted(len(self.datasets), 'dataset')} "
                 f"({joined(self.datasets) or 'none named'}); list both in the same order"
             )
         if any(weight <= 0 for weight in self.weights):

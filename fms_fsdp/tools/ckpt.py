@@ -21,6 +21,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, read_chec
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.checkpoint.trained import require_checkpoint
 from fms_fsdp.config import flag
+from fms_fsdp.config.values import counted
 from fms_fsdp.console import rewrite_line, table
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.trained import check_no_step
@@ -77,7 +78,11 @@ class CkptInspectConfig:
 
 
 def list_checkpoints(config: CkptListConfig) -> None:
-    print(table(LIST_HEAD, checkpoint_rows(config.path), text_columns=(0, 4)))
+    rows = checkpoint_rows(config.path)
+    if rows:
+        print(table(LIST_HEAD, rows, text_columns=(0, 4)))
+    else:
+        print(f"no checkpoint in {config.path}")
 
 
 def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
@@ -105,7 +110,10 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
 def verify_checkpoints(config: CkptVerifyConfig) -> None:
     """Raises UserError if a checkpoint is corrupt, or with --weights if its weights are useless."""
     bad = []
-    for folder in _step_folders(config.path):
+    step_folders = _step_folders(config.path)
+    if not step_folders:
+        raise UserError(f"--path={config.path} has no checkpoint to verify; check the path")
+    for folder in step_folders:
         try:
             reason = _problem(folder, deep=True, weights=config.weights)
             shown = reason
@@ -120,7 +128,8 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
         print(f"{folder.name:<16} {shown}", flush=True)
     if bad:
         raise UserError(
-            f"{config.path} has {len(bad)} bad checkpoints ({', '.join(bad)}); restore or delete them"
+            f"{config.path} has {counted(len(bad), 'bad checkpoint')} ({', '.join(bad)}); restore "
+            "or delete them"
         )
 
 

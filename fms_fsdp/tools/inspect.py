@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from fms_fsdp.config import DataConfig, flag
+from fms_fsdp.config.values import counted
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, fingerprint
 from fms_fsdp.data.corpus import Corpus, Source, check_shard, open_corpus
 from fms_fsdp.data.inspection import segments_of
@@ -306,14 +307,15 @@ def verify(config: VerifyConfig) -> None:
     finally:
         pool.shutdown(cancel_futures=True)
     if num_corrupt:
-        text = f"found {num_problems} problems in {num_corrupt} of {num_shards} shards"
+        text = f"found {counted(num_problems, 'problem')} in {num_corrupt} of {num_shards} shards"
         raise UserError(f"{text}; restore the shards named above")
     documents = sum(int(source.docs.sum()) for source in corpus.sources)
     tokens = sum(int(source.tokens.sum()) for source in corpus.sources)
     bound = f"ids below {vocab_size}" if vocab_size else "ids not checked (no --vocab_size)"
     size = f"{documents:,} documents, {tokens:,} tokens, {bound}"
-    where = f"{num_shards} shards of {len(corpus.sources)} sources"
-    print(f"{where} are valid: {size} ({time.monotonic() - start:.1f} s)")
+    where = f"{counted(num_shards, 'shard')} of {counted(len(corpus.sources), 'source')}"
+    verb = "is" if num_shards == 1 else "are"
+    print(f"{where} {verb} valid: {size} ({time.monotonic() - start:.1f} s)")
     for warning in unk_warnings(corpus.storage, [source.name for source in corpus.sources]):
         print(f"warning: {warning}")
     if run:

@@ -444,4 +444,10 @@ def test_ckpt_list_and_prune(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert command([*prune, "--keep_last_n=1", "--yes"]) == 2
     assert "keep_last_n is not a flag; it was removed" in capsys.readouterr().err
     assert command(["ckpt", "verify", path]) == 0 and "valid: 5 files" in capsys.readouterr().out
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert command(["ckpt", "verify", f"--path={empty}"]) == 2
+    assert "has no checkpoint to verify" in capsys.readouterr().err
+    assert command(["ckpt", "list", f"--path={empty}"]) == 0
+    assert capsys.readouterr().out == f"no checkpoint in {empty}\n"
     assert command(["ckpt", "list", f"--path={tmp_path / 'nowhere'}"]) == 2
