@@ -30,6 +30,9 @@ FLAGS = (
 )
 
 
+TP = ("--tp_size=2", "--batch_size=3")
+
+
 class Node:
     """A node of its own address: train.sh, torchrun's agent and its workers."""
 
@@ -68,7 +71,7 @@ class Node:
         self.process.wait(30)
 
     def end(self) -> int:
-        return self.process.wait(120)
+        return self.process.wait(400)
 
 
 @pytest.fixture
@@ -80,7 +83,7 @@ def nodes() -> Iterator[list[Node]]:
             node.die()
 
 
-def wait(what: Callable[[], bool], nodes: list[Node], patience_s: float = 100) -> None:
+def wait(what: Callable[[], bool], nodes: list[Node], patience_s: float = 300) -> None:
     deadline = time.monotonic() + patience_s
     while not what():
         assert time.monotonic() < deadline, [node.output.read_text()[-3000:] for node in nodes]
@@ -118,7 +121,7 @@ def free_port() -> str:
 
 @pytest.mark.slow
 def test_run_survives_nodes_that_die_and_return(tmp_path: Path, nodes: list[Node]) -> None:
-    """Ranks 4 → 2 → 4: C (two ranks) is lost and comes back; A hosts the rendezvous."""
+    """Ranks 4 → 2 → 4 with --tp_size=2: C (two ranks) is lost and comes back; A hosts the rendezvous."""
     run, port = tmp_path / "run", free_port()
     (tmp_path / "slowly").touch()
 
@@ -126,14 +129,14 @@ def test_run_survives_nodes_that_die_and_return(tmp_path: Path, nodes: list[Node
         return max(metrics(run))
 
     nodes += [
-        Node(0, tmp_path, port, nproc=1),
-        Node(1, tmp_path, port, nproc=1),
-        Node(2, tmp_path, port, nproc=2),
+        Node(0, tmp_path, port, *TP, nproc=1),
+        Node(1, tmp_path, port, *TP, nproc=1),
+        Node(2, tmp_path, port, *TP, nproc=2),
     ]
     wait(is_at(run, 4, after=7), nodes)
     nodes[2].die()
     wait(is_at(run, 2, after=newest() + 2), nodes)
-    nodes.append(Node(2, tmp_path, port, nproc=2))
+    nodes.append(Node(2, tmp_path, port, *TP, nproc=2))
     wait(is_at(run, 4, after=newest() + 2), nodes)
     (tmp_path / "slowly").unlink()
     ends = [nodes[0].end(), nodes[1].end(), nodes[3].end()]
