@@ -118,10 +118,10 @@ def imported(path: Path, root: Path | None = None) -> frozenset[str]:
 
 def _nodes(node: ast.AST, is_late: bool = False) -> Iterator[tuple[ast.AST, bool]]:
     """Yields the nodes below one, and whether each is inside a function or under `if TYPE_CHECKING:`."""
-    is_late = is_late or _makes_late(node)
     for child in ast.iter_child_nodes(node):
-        yield child, is_late or _makes_late(child)
-        yield from _nodes(child, is_late)
+        child_is_late = is_late or _makes_late(child)
+        yield child, child_is_late
+        yield from _nodes(child, child_is_late)
 
 
 def _makes_late(node: ast.AST) -> bool:
