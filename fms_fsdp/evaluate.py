@@ -21,7 +21,7 @@ from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.validation import HeldOut, close_held_out
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
-from fms_fsdp.errors import ReadFailed, checking_input, raise_first
+from fms_fsdp.errors import ReadFailed, checking_input, note_once, raise_first
 from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import RunConfig, TrainState
@@ -48,7 +48,8 @@ def evaluate(
     """Returns loss, ppl and, if the tokenizer is known, bits_per_byte (collective: every rank).
 
     Losses are means per label, in nats; ppl is exp(loss). Names are `<group>/<source>/loss`, and
-    `<group>/loss` over all tokens of a group, where the group is "eval" or "test".
+    `<group>/loss` over all tokens of a group, where the group is "eval" or "test". A source without
+    labels has the loss NaN.
 
     batch_size      sequences per forward pass and data-parallel rank
     document_mask   restricts attention to the document, as in training
@@ -121,18 +122,25 @@ def evaluate(
         for group in dict.fromkeys(source.group for source in sources):
             members = [source for source in sources if source.group == group]
             sums = sum_sources(members)
+            raise_first(mesh.gather(failures[0] if failures else None))
             for source, source_sums in zip(members, sums, strict=True):
                 values |= _averages(f"{group}/{source.name}", *source_sums)
+                if source_sums[1] == 0:
+                    note_once(
+                        f"{group}/{source.name} has no labels in the sequences that are evaluated, so its "
+                        "loss is nan; check its loss masks (--loss_on) and hidden shards (--on_missing)"
+                    )
             loss, labels, num_bytes = (math.fsum(column) for column in zip(*sums, strict=True))
-            raise_first(mesh.gather(failures[0] if failures else None))
-            all_known = all(source_sums[2] for source_sums in sums)
+            # A source without labels has no bytes either, known or not.
+            all_known = all(source_sums[2] for source_sums in sums if source_sums[1])
             values |= _averages(group, loss, labels, num_bytes if all_known else 0)
     return values
 
 
 def _averages(name: str, loss_sum: float, num_labels: float, num_bytes: float) -> dict[str, float]:
-    loss = loss_sum / max(1.0, num_labels)
-    values = {f"{name}/loss": loss, f"{name}/ppl": math.exp(loss) if loss < 700 else math.inf}
+    loss = loss_sum / num_labels if num_labels else math.nan
+    perplexity = math.inf if loss > 700 else math.exp(loss)
+    values = {f"{name}/loss": loss, f"{name}/ppl": perplexity}
     if num_bytes:
         values[f"{name}/bits_per_byte"] = loss_sum / math.log(2) / num_bytes
     return values

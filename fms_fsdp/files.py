@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import mmap
 import os
 import re
@@ -148,6 +149,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
         kind = type(content).__name__
         raise UserError(f"{path} must hold an object, not a {kind}; download it again")
     return content
+
+
+def finite_json(value: Any) -> Any:
+    """Returns JSON values with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_json(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -23,9 +23,12 @@ from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.folders import problem
 from fms_fsdp.config import BatchPlan, DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
+from fms_fsdp.distributed.mesh import Mesh, ParallelDims
 from fms_fsdp.errors import UserError
+from fms_fsdp.evaluate import evaluate
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
@@ -35,6 +38,7 @@ from tests.run.test_launch import wait_for
 from tests.specs import resolved
 from tests.warm import COMMANDS, launch, running
 
+ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 SEQ = 32
 FLAGS = ("--model_variant=tiny", f"--seq_length={SEQ}", "--report_interval=1", "--precision=fp32")
 EVAL = ("--eval_interval=2", "--eval_at_start=True", "--eval_steps=3", "--eval_test=True")
@@ -200,6 +204,40 @@ def test_stop_abandons_validations_under_way(tmp_path: Path) -> None:
     assert saved(tmp_path, 4)["validation_loss"] == evaluations(tmp_path, 4)[4]["eval/loss"]
     assert "evaluation_pending" not in saved(tmp_path, 4) and not problem(last)
     assert "already finished" in trained(*argv, "--num_steps=4", short)
+
+
+class Masked(HeldOut):
+    """A source whose documents are prompts alone."""
+
+    def rows(self, start: int, stop: int) -> Batch:
+        return self.no_rows(stop - start)
+
+
+def test_source_without_labels_has_no_loss(
+    corpus: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does it change its group's; this is printed once."""
+    model, _ = fms_fsdp.load_model(str(whole), step=4)
+    sources = held_out(corpus)
+    masked = Masked("eval", "prompts", 8, sources[0].stream, sources[0].token_bytes)
+
+    def evaluated(*sources: HeldOut) -> dict[str, float]:
+        return evaluate(
+            model,
+            sources,
+            batch_size=4,
+            document_mask=False,
+            device=torch.device("cpu"),
+            mesh=ALONE,
+        )
+
+    expected = evaluated(*sources)
+    values = evaluated(*sources, masked)
+    assert expected.items() <= values.items() and "eval/bits_per_byte" in expected
+    assert math.isnan(values["eval/prompts/loss"]) and math.isnan(values["eval/prompts/ppl"])
+    alone = evaluated(masked)
+    assert math.isnan(alone["eval/loss"]) and "eval/bits_per_byte" not in alone
+    assert capsys.readouterr().err.count("eval/prompts has no labels") == 1
 
 
 @pytest.mark.slow

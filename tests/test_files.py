@@ -1,6 +1,8 @@
 """Names read from files lead nowhere but below their folder."""
 
 import errno
+import json
+import math
 import mmap
 import os
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fms_fsdp.files import map_or_read, open_regular, safe_name, write_atomically
+from fms_fsdp.files import finite_json, map_or_read, open_regular, safe_name, write_atomically
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])
@@ -75,3 +77,9 @@ def test_writes_need_no_optional_capability(
         assert map_or_read(path) == content
     assert list(tmp_path.iterdir()) == [path]
     assert capsys.readouterr().err.count("note: the file system cannot") == 2
+
+
+def test_finite_json_replaces_nested_nan() -> None:
+    content = {"loss": math.nan, "tasks": {"a": [math.inf, 1.5, None, "nan"]}}
+    text = json.dumps(finite_json(content), allow_nan=False)
+    assert json.loads(text) == {"loss": None, "tasks": {"a": [None, 1.5, None, "nan"]}}

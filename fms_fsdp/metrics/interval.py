@@ -96,7 +96,7 @@ class IntervalMetrics:
         for (name, tensor), value in zip(replicated.items(), others, strict=True):
             metrics[name] = value if tensor.is_floating_point() else int(value)
         for name, value in zip(self._extra_losses, extra, strict=False):
-            metrics[name] = value / max(labels, 1)
+            metrics[name] = _ratio(value, labels)
         return metrics
 
     def _stack(self, *values: torch.Tensor) -> torch.Tensor:

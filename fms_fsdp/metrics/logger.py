@@ -7,7 +7,6 @@ docs/reference/metrics.md defines each value of a record.
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import time
@@ -27,6 +26,7 @@ from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log, log_note, show_progress
 from fms_fsdp.errors import RunFailed
+from fms_fsdp.files import finite_json
 from fms_fsdp.metrics.hardware import (
     EnergyMeter,
     advice_on_memory,
@@ -292,11 +292,7 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Appends a record, unless there is a `problem`. NaN and infinity become null."""
-        finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in record.items()
-        }
-        line = json.dumps(finite).encode() + b"\n"
+        line = json.dumps(finite_json(record)).encode() + b"\n"
         try:
             while line and not self.problem:
                 line = line[self._file.write(line) :]

@@ -40,6 +40,7 @@ from fms_fsdp.distributed.runtime import (
 )
 from fms_fsdp.errors import RunFailed, UserError, is_installed
 from fms_fsdp.evaluate import evaluate
+from fms_fsdp.files import finite_json
 from fms_fsdp.generate import TextModel, encode_texts, read_lines
 from fms_fsdp.hf.export import ExportConfig
 from fms_fsdp.hf.export import main as export
@@ -154,7 +155,7 @@ def main(config: EvaluateConfig) -> None:
         raise UserError(f"--{flag_name} runs on one process; start it without torchrun")
     if config.questions:
         values, text = score_questions(config)
-        print(json.dumps(values) if config.json else text)
+        print(json.dumps(finite_json(values)) if config.json else text)
         return
     subject = _find_subject(config)
     try:
@@ -164,8 +165,12 @@ def main(config: EvaluateConfig) -> None:
             subject, values, text = evaluate_held_out(config, subject, world)
     except RunFailed as error:
         raise UserError(str(error)) from error
-    if world.rank == 0:
-        print(json.dumps(subject.counters | values) if config.json else f"{subject.title}\n{text}")
+    if world.rank != 0:
+        return
+    if config.json:
+        print(json.dumps(subject.counters | finite_json(values)))
+    else:
+        print(f"{subject.title}\n{text}")
 
 
 def _find_subject(config: EvaluateConfig) -> _Subject:

@@ -6,6 +6,7 @@ import math
 import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,8 @@ def test_interval_means_leave_out_skipped_steps() -> None:
     none = interval.read(skipped, 0.0, 0, {})
     assert math.isnan(none["loss_mean"]) and math.isnan(none["grad_norm_max"])
     assert none["skipped_steps"] == 1
+    empty = replace(step(0.0, 0, 0.0), extra_sums=(torch.tensor(0.0),))
+    assert math.isnan(interval.read(empty)["z_loss"])
 
 
 def test_norm_and_zeros_equal_a_flat_vector() -> None:
