@@ -82,7 +82,9 @@ def load_run(folder: Path) -> Record:
     defaults = {name: row.default for name, row in flag_table(TrainConfig).items()}
     samples = ""
     if (folder / "samples.txt").is_file():
-        samples = (folder / "samples.txt").read_text(encoding="utf-8")[-MAX_SAMPLE:]
+        # A full disk or a kill may end the file within a character.
+        text = (folder / "samples.txt").read_text(encoding="utf-8", errors="replace")
+        samples = text[-MAX_SAMPLE:]
     restarts = []
     hours = [0.0]
     for before, report in zip(reports, reports[1:], strict=False):
@@ -99,10 +101,15 @@ def load_run(folder: Path) -> Record:
             events.append(report | skipped)
     events.sort(key=lambda event: (event["attempt"], event["step"]))
     steps = [report["step"] for report in reports]
+    # A report and a validation of one step share some fields, such as the tokens seen.
+    by_step = dict[int, Record]()
+    for record in [*validations, *reports]:
+        by_step[record["step"]] = by_step.get(record["step"], {}) | record
+    curves = series([by_step[step] for step in sorted(by_step)])
     return {
         "name": folder.resolve().name,
         "status": status.get("reason") or status.get("status", ""),
-        "series": series(reports) | series(validations) | {"hours": thin(steps, hours)},
+        "series": curves | {"hours": thin(steps, hours)},
         "restarts": restarts,
         "events": [_event(event) for event in events[-MAX_EVENTS:]],
         "settings": {name: _text(value) for name, value in settings.items()},

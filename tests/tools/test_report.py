@@ -50,6 +50,17 @@ def test_repeated_steps_are_read_once(restarted: Path) -> None:
     assert run["series"]["eval/loss"] == ([20], [4.5])
 
 
+def test_tokens_reach_the_last_report(tmp_path: Path) -> None:
+    """Also where fewer validations than reports have them."""
+    (tmp_path / "samples.txt").write_bytes("text é".encode()[:-1])
+    records = [record(1, 0, **{"eval/loss": 6.0}), record(1, 10, loss=5.0)]
+    records += [record(1, 10, **{"eval/loss": 5.5}), record(1, 20, loss=4.0)]
+    run = load_run(write(tmp_path, *records))
+    assert run["series"]["tokens_seen"] == ([0, 10, 20], [0, 640, 1280])
+    assert run["series"]["eval/loss"] == ([0, 10], [6.0, 5.5])
+    assert run["samples"].startswith("text ")
+
+
 def test_thinning_keeps_extremes_and_ends() -> None:
     values: list[Any] = [float(i % 7) for i in range(50_000)]
     values[31_234], values[40_000] = 99.0, None
