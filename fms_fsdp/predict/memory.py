@@ -199,8 +199,7 @@ def estimate_memory(step: Step, saves: int = 0) -> Memory:
 
     `saves`: bytes of background saves.
     """
-    stages = {0, step.setup.dims.pp - 1}
-    found = (_expected(step, stage) for stage in stages)
+    found = (_expected(step, stage) for stage in range(step.setup.dims.pp))
     return replace(max(found, key=lambda memory: memory.total), saves=saves)
 
 
@@ -263,7 +262,7 @@ def _expected(step: Step, stage: int) -> Memory:
     recomputed = cost(setup, "recomputed", micro) if held.recomputed else block
     num_segments = -(-held.recomputed // segment)
     kept = held.plain * block.kept + num_segments * recomputed.kept
-    kept *= _in_flight(setup, step.rows // micro)
+    kept *= _in_flight(setup, stage, step.rows // micro)
     working = max(0, recomputed.peak - recomputed.kept)
     if held.plain:
         working = max(working, block.peak - block.kept)
@@ -318,13 +317,24 @@ def _expected(step: Step, stage: int) -> Memory:
     )
 
 
-def _in_flight(setup: ModelSetup, micro_batches: int) -> float:
-    """Returns the micro-batches whose activations a rank keeps, in units of all its stages."""
+def _in_flight(setup: ModelSetup, stage: int, micro_batches: int) -> float:
+    """Returns the micro-batches whose activations a rank keeps, in units of all its stages.
+
+    Example: with 1f1b over 4 ranks the first one keeps 4, before the first gradient reaches it, and
+    the last one 1. Source: torch.distributed.pipelining.schedules.
+    """
     dims = setup.dims
+    later_ranks = dims.pp - 1 - stage
     match setup.section.pp_schedule:
         case "gpipe":  # all forward passes come first
             return micro_batches
         case "interleaved":
-            return min(micro_batches, dims.pp + (dims.pp - 1) / dims.virtual_stages)
-        case _:
+            rounds = max(1, micro_batches // dims.pp)
+            before_last_stage = (dims.virtual_stages - 1) * (micro_batches // rounds)
+            return min(
+                micro_batches, (before_last_stage + 2 * later_ranks + 1) / dims.virtual_stages
+            )
+        case "zbv":  # a rank holds an early and a late stage, so all keep the same
             return min(micro_batches, dims.pp)
+        case _:
+            return min(micro_batches, later_ranks + 1)

@@ -75,8 +75,8 @@ def rank_cost(setup: ModelSetup, stage: int, rows: int) -> Cost:
 
 def slowest(step: Step) -> tuple[int, Cost]:
     """Returns the stage in the pipeline that computes longest, and the cost of a micro-batch there."""
-    last = step.setup.dims.pp - 1
-    costs = {stage: rank_cost(step.setup, stage, step.micro_batch) for stage in {0, last}}
+    stages = range(step.setup.dims.pp)
+    costs = {stage: rank_cost(step.setup, stage, step.micro_batch) for stage in stages}
     slowest_stage = max(costs, key=lambda stage: sum(costs[stage].flops.values()))
     return slowest_stage, costs[slowest_stage]
 

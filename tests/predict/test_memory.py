@@ -15,7 +15,14 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.plan import recomputations
-from fms_fsdp.predict.memory import GIB, Step, estimate_memory, minimum_memory
+from fms_fsdp.predict.memory import (
+    GIB,
+    Step,
+    _expected,
+    _in_flight,
+    estimate_memory,
+    minimum_memory,
+)
 from fms_fsdp.predict.meter import ModelSetup
 from fms_fsdp.run.memory import MemoryBudget
 from tests.specs import budget, resolved
@@ -104,6 +111,27 @@ def test_axes_need_less_than_one_device(flags: dict[str, Any]) -> None:
         estimate_memory(each) for each in (step(devices=1, rows=8), step(rows=8, **flags))
     )
     assert divided.state <= alone.state / 5 and divided.total < alone.total / 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [  # forward passes before the first backward pass, in the order of operations of torch's schedules
+        ("1f1b", [4, 3, 2, 1]),
+        ("gpipe", [10, 10, 10, 10]),
+        ("interleaved", [6, 5, 4, 3]),
+        ("zbv", [4, 4, 4, 4]),
+    ],
+)
+def test_pipeline_keeps_micro_batches_in_flight(schedule: str, expected: list[float]) -> None:
+    setup = step("llama3_8b", devices=4, pp_size=4, pp_schedule=schedule).setup
+    assert [_in_flight(setup, rank, 10) for rank in range(4)] == expected
+
+
+def test_middle_rank_of_a_pipeline_can_hold_most() -> None:
+    flags: dict[str, Any] = dict(devices=4, pp_size=4, pp_schedule="gpipe", recompute="none")
+    found = step("llama3_8b", rows=16, **flags)
+    totals = [_expected(found, rank).total for rank in range(4)]
+    assert max(totals) == estimate_memory(found).total > max(totals[0], totals[-1])
 
 
 def test_recomputation_needs_less_and_less() -> None:

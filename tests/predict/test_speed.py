@@ -11,9 +11,9 @@ from fms_fsdp.config import BF16
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.predict.devices import find_device
-from fms_fsdp.predict.memory import Step, estimate_memory
+from fms_fsdp.predict.memory import Step, estimate_memory, held_by
 from fms_fsdp.predict.meter import _measured, _units, cost
-from fms_fsdp.predict.speed import EFFICIENCY, sent, step_time
+from fms_fsdp.predict.speed import EFFICIENCY, rank_cost, sent, slowest, step_time
 from tests.predict.test_memory import step
 
 H100 = find_device("h100_80gb")
@@ -43,6 +43,21 @@ def test_pipeline_waits_for_micro_batches(schedule: str, bubble: float) -> None:
     found = seconds(step("7b", rows=16, pp_size=8, pp_schedule=schedule))
     busy = sum(found[name] for name in ("matmuls", "attention", "memory"))
     assert found["bubble"] == pytest.approx(bubble * busy / 16)
+
+
+def test_middle_stage_of_a_pipeline_can_be_the_slowest() -> None:
+    """The head is large, so a middle rank has 9 blocks, the first 8 and the last 6."""
+    found = step("llama3_8b", rows=4, devices=4, pp_size=4, recompute="blocks")
+    assert [held_by(found.setup, stage).blocks for stage in range(4)] == [8, 9, 9, 6]
+    stage, own = slowest(found)
+    times = [seconds_of(found, rank) for rank in range(4)]
+    assert stage in (1, 2) and seconds(found)["matmuls"] == pytest.approx(max(times))
+    assert own == rank_cost(found.setup, stage, found.micro_batch)
+
+
+def seconds_of(found: Step, stage: int) -> float:
+    computed = rank_cost(found.setup, stage, found.micro_batch)
+    return step_time(found, H100, 8, computed=computed)["matmuls"]
 
 
 def test_replicas_in_other_nodes_use_the_network() -> None:
