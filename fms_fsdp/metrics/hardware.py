@@ -83,18 +83,23 @@ def memory_stats(device: torch.device) -> dict[str, float]:
         return {"peak_mem_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
 
 
-def advice_on_memory(run: RunConfig, peak_gib: float, available_bytes: int) -> str:
-    """Returns advice if a step uses less than a third of a GPU's memory; else "".
+def advice_on_memory(
+    run: RunConfig, micro_batch: int, peak_gib: float, available_bytes: int
+) -> str:
+    """Returns advice if a step with `micro_batch` sequences uses less than a third of a GPU's memory;
+    else "".
 
     Twice the micro-batch takes at most twice the memory, because weights and optimizer state stay.
     """
     available = available_bytes / 2**30
     if 3 * peak_gib >= available:
         return ""
-    factor = int(_USABLE * available / peak_gib)
+    largest = int(_USABLE * available / peak_gib) * micro_batch
+    if largest <= run.batch.batch_size:  # a ramp of micro-batches reaches it by itself
+        return ""
     return (
         f"a step uses {peak_gib:.1f} of {available:.1f} GiB of the GPU; micro-batches up to "
-        f"--batch_size={factor * run.batch.batch_size} would fit and are often faster"
+        f"--batch_size={largest} would fit and are often faster"
     )
 
 

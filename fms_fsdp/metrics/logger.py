@@ -101,7 +101,7 @@ class MetricLogger:
             first.register_step_pre_hook(lambda *_: self._count_zero_gradients())
         self._paces: deque[float] = deque(maxlen=_PACE_REPORTS)  # seconds per sequence
         self._last_report = 0, 0, time.time()  # steps and tokens of this launch, time
-        self._last_step = 0
+        self._last_step = state.step
         self._num_reports = 0
         self._reports_sources = True  # whether the last report has the fields of the sources
         self._sources_at_end: Record = {}
@@ -113,6 +113,7 @@ class MetricLogger:
         """
         self._interval.add(result)
         step = state.step
+        self._last_step = step
         every = self._cfg.report_interval
         if not self._is_report(state, step):
             following = min(state.num_steps, (step // every + 1) * every)
@@ -135,7 +136,11 @@ class MetricLogger:
             self.event("start", step, world_size=num_devices, **seconds)
         elif self._advises_on_memory:  # the first step also tries kernels
             self._advises_on_memory = False
-            if advice := advice_on_memory(self._run, record["peak_mem_gib"], self._memory_bytes):
+            batch = self._run.batch
+            micro_batch = batch.micro_batch_at(state.current.samples // batch.dp_size)
+            peak_gib = record["peak_mem_gib"]
+            advice = advice_on_memory(self._run, micro_batch, peak_gib, self._memory_bytes)
+            if advice:
                 log_note(advice)
         if self._spikes.is_spike(record["loss"]):
             log.warning(
@@ -230,7 +235,6 @@ class MetricLogger:
 
     def log(self, state: TrainState, values: Mapping[str, Any]) -> Record:
         """Writes and returns a record of the last step: its counters and the values."""
-        self._last_step = state.step
         record = self._with_counters(state, values)
         state.current.metrics |= finite_numbers(record)
         self._file.write(record)

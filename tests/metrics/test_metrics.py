@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.config.values import short
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import global_norm
@@ -209,15 +210,40 @@ def test_report_line_fits_with_large_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peak_gib", "batch_size"), [(8.0, 16), (20.0, 6), (26.5, None), (70.0, None)]
+    ("peak_gib", "micro_batch", "batch_size"),
+    [
+        (8.0, 2, 16),
+        (8.0, 1, 8),  # early in a ramp of micro-batches
+        (20.0, 2, 6),
+        (26.3, 1, None),  # the ramp ends at as many
+        (26.5, 2, None),
+        (70.0, 2, None),
+    ],
 )
-def test_empty_gpu_is_advised_a_batch(peak_gib: float, batch_size: int | None) -> None:
+def test_empty_gpu_is_advised_a_batch(
+    peak_gib: float, micro_batch: int, batch_size: int | None
+) -> None:
     run = resolved(TrainConfig(), batch=BatchPlan(2, 4, 8), device="cuda")
-    advice = advice_on_memory(run, peak_gib, 79 * 2**30)
+    advice = advice_on_memory(run, micro_batch, peak_gib, 79 * 2**30)
     assert bool(advice) is (batch_size is not None)
     if advice:
         assert advice.startswith(f"a step uses {peak_gib:.1f} of 79.0 GiB of the GPU; ")
         assert f"--batch_size={batch_size} would fit" in advice
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (999_600, "1M"),
+        (999_400, "999k"),
+        (99_950, "100k"),
+        (0, "0"),
+        (-12_000, "-12k"),
+        (3e-5, "3e-5"),
+    ],
+)
+def test_short_number_is_rounded_before_its_unit(value: float, text: str) -> None:
+    assert short(value, 3) == text
 
 
 def test_energy_meter_survives_a_failing_counter() -> None:
