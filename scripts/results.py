@@ -18,6 +18,21 @@ from fms_fsdp.files import read_json
 from fms_fsdp.launch import say
 
 LENGTHS = ("num_steps", "num_tokens", "num_samples", "num_epochs", "lr_decay")
+# The variables of train.sh that select what is trained, without its length.
+VARIABLES = (
+    "MODEL_VARIANT",
+    "SEQ_LENGTH",
+    "BATCH_SIZE",
+    "LEARNING_RATE",
+    "REPORT_INTERVAL",
+    "CHECKPOINT_INTERVAL",
+    "DATA_DIR",
+    "DATASETS",
+    "WEIGHTS",
+    "EVAL_INTERVAL",
+    "SAMPLE_INTERVAL",
+    "RUN_NAME",
+)
 REPORT_PATIENCE_S = 60
 
 
@@ -71,17 +86,20 @@ def last_losses(metrics: Path) -> str:
         OSError, ValueError: the file cannot be read.
     """
     last = dict[str, Any]()
-    report_steps = [0]
+    report = dict[str, Any]()
+    num_steps = 0  # of the last report
     for line in metrics.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         if "loss_mean" in record:
-            report_steps.append(record.get("step", 0))
+            num_steps = 1  # a launch reports its first step
+            if record.get("attempt") == report.get("attempt"):
+                num_steps = record["step"] - report["step"]
+            report = record
         for key, value in record.items():
             if value is not None:
                 last[key] = value
     losses = []
     if "loss_mean" in last:
-        num_steps = report_steps[-1] - report_steps[-2]
         losses.append(f"train loss {last['loss_mean']:.4f} (last {counted(num_steps, 'step')})")
     for name, group in (("validation", "eval"), ("test", "test")):
         if f"{group}/loss" not in last:
@@ -136,10 +154,19 @@ def next_commands(run_dir: Path, data_dir: str, given: Mapping[str, str]) -> Ite
 
 
 def longer_command(given: Mapping[str, str], num_steps: int) -> str:
-    """Returns the command of a longer run, over whose length the learning rate falls."""
+    """Returns the command of a longer run, over whose length the learning rate falls.
+
+    given   the flags of the user, whose variables the command repeats too
+    """
     flags = {name: text for name, text in given.items() if name not in LENGTHS}
     flags["num_steps"] = str(num_steps)
     if "lr_schedule" not in flags:
         flags["lr_decay"] = str(num_steps)
-    words = [f"--{name}={text}" for name, text in flags.items()]
-    return shlex.join(["bash", "scripts/train.sh", *words])
+    words = ["bash", "scripts/train.sh"]
+    words += [f"--{name}={text}" for name, text in flags.items()]
+    variables = ""
+    for name in VARIABLES:
+        text = os.environ.get(name, "")
+        if text:
+            variables += f"{name}={shlex.quote(text)} "
+    return variables + shlex.join(words)

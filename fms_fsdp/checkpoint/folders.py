@@ -286,6 +286,11 @@ def checkpoint_root(path: Path) -> Path:
     return inside if is_folder(inside) else path
 
 
+def is_step_name(name: str) -> bool:
+    """Returns whether a folder is named as a complete checkpoint; a run may be named step_decay."""
+    return _STEP.fullmatch(name) is not None
+
+
 def checkpoint_steps(root: Path) -> list[int]:
     """Returns the steps of the folders that are named as complete checkpoints, ascending."""
     if not is_folder(root):
@@ -377,7 +382,7 @@ def find_checkpoint(
     Raises:
         UserError: there are checkpoints, but all are skipped. OSError: one cannot be read.
     """
-    is_step_folder = _STEP.fullmatch(path.name) is not None
+    is_step_folder = is_step_name(path.name)
     is_named = is_step_folder or step is not None
     if is_step_folder and (step is not None or is_folder(path)):
         folders = [path]

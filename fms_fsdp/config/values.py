@@ -96,6 +96,7 @@ def typed(value: Any) -> str:
 
 def short(value: float, digits: int = 6) -> str:
     """Returns a number in few characters: 0.25, 12k, 3e-5."""
+    value = float(f"{value:.{digits}g}")  # 999,600 is 1M with three digits, not 1e+03k
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.{digits}g}{letter}"

@@ -265,7 +265,7 @@ def _root(path: str) -> Path:
     root = folders.checkpoint_root(Path(path).expanduser())
     if not root.is_dir():
         raise UserError(f"--path={path} is not a folder; set it to a run directory")
-    return root.parent if root.name.startswith("step_") else root
+    return root.parent if folders.is_step_name(root.name) else root
 
 
 def _step_folders(path: str) -> list[Path]:
@@ -273,4 +273,6 @@ def _step_folders(path: str) -> list[Path]:
     root = _root(path)
     name = Path(path).name
     steps = [root / f"step_{step}" for step in folders.checkpoint_steps(root)]
-    return [folder for folder in steps if folder.name == name or not name.startswith("step_")]
+    if not folders.is_step_name(name):
+        return steps
+    return [folder for folder in steps if folder.name == name]

@@ -215,16 +215,15 @@ def days(config: EstimateConfig, steps: int, shortest_s: float, longest_s: float
     A launch that ends early loses half of the time between two saves.
     """
     section = config.checkpoint
-    num_saves = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval).count(
-        1, steps
-    )
+    schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
+    num_saves = schedule.count(1, steps - 1) + 1  # the last step is always saved
     steps_per_save: float = section.checkpoint_interval or steps
     if section.checkpoint_schedule:
         steps_per_save = steps / max(1, num_saves)
 
     num_evals = 0
     if config.eval.eval_interval:
-        num_evals = steps // config.eval.eval_interval
+        num_evals = -(-steps // config.eval.eval_interval)  # the last step is always evaluated
 
     num_restarts = config.restarts_a_week * longest_s / (7 * _DAY_S)
     lost_s = config.restart_s + min(steps_per_save, steps) / 2 * longest_s / steps

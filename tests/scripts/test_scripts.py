@@ -23,6 +23,7 @@ from fms_fsdp.run.run_dir import lock_folder
 from scripts import quickstart_text
 from scripts.quickstart import reads_text, train_flags
 from scripts.quickstart_text import collect, find_inputs
+from scripts.results import VARIABLES, last_losses
 from tests.cases import cases
 from tests.scripts.conftest import ROOT, environment, fake_python3, wait_for
 
@@ -242,9 +243,29 @@ def test_hint_for_longer_run_names_its_length(repo: Path) -> None:
     ended = train(repo, "--num-steps", "5", "--run_name=my run")
     hint = "train longer  bash scripts/train.sh '--run_name=my run' --num_steps=9 --lr_decay=9\n"
     assert hint in ended.stdout
-    ended = train(repo, "--num_tokens=9M", "--lr_schedule=constant")
-    hint = "train longer  bash scripts/train.sh --lr_schedule=constant --num_steps=9\n"
-    assert hint in ended.stdout
+    ended = train(
+        repo, "--num_tokens=9M", "--lr_schedule=constant", RUN_NAME="my run", NUM_STEPS="7"
+    )
+    command = "bash scripts/train.sh --lr_schedule=constant --num_steps=9"
+    assert f"train longer  RUN_NAME='my run' {command}\n" in ended.stdout
+
+
+def test_hint_knows_the_variables_of_the_script() -> None:
+    text = (ROOT / "scripts/train.sh").read_text().partition("Where to train")[0]
+    names = re.findall(r"\$\{([A-Z_]+):-", text)
+    assert {*names, "RUN_NAME"} - {"NUM_STEPS"} == {*VARIABLES}
+
+
+def test_last_loss_is_of_the_last_launch(tmp_path: Path) -> None:
+    """A launch reports its first step, which may be before the last step of the launch before."""
+    path = tmp_path / "metrics.jsonl"
+    reports = [(1, 1), (1, 10), (1, 20)]
+    lines = [{"attempt": a, "step": step, "loss_mean": 5.0 - a} for a, step in reports]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert last_losses(path) == "train loss 4.0000 (last 10 steps)"
+    with path.open("a") as file:
+        file.write(json.dumps({"attempt": 2, "step": 11, "loss_mean": 3.0}) + "\n")
+    assert last_losses(path) == "train loss 3.0000 (last 1 step)"
 
 
 def test_wrong_number_in_environment_is_rejected(repo: Path) -> None:

@@ -56,6 +56,20 @@ def test_table_has_the_optimizer_state(run: Path, capsys: pytest.CaptureFixture[
     assert "512x128" in line
 
 
+def test_run_may_be_named_as_a_step(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "step_decay"
+    folder.symlink_to(run)
+    for command in ("list", "verify"):
+        for path in (folder, folder / "checkpoints"):
+            assert main(["ckpt", command, f"--path={path}"]) == 0
+            printed = capsys.readouterr().out
+            assert printed.count("step_") == 2, printed
+    assert main(["ckpt", "verify", f"--path={folder}/checkpoints/step_2"]) == 0
+    assert "step_1" not in capsys.readouterr().out
+
+
 def test_zeros_and_non_finite_values_are_counted(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

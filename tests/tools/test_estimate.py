@@ -36,6 +36,12 @@ def test_saves_validations_and_restarts_are_counted() -> None:
     assert config.num_steps == 1000
     assert (found.shortest, found.computing) == (pytest.approx(10), pytest.approx(10))
     assert found.saves == pytest.approx(1.0) and found.validations == pytest.approx(0.1)
+    uneven = given(
+        num_tokens=865_000, batch_tokens=864, **rate, **saves | {"checkpoint_interval": 0}
+    )
+    found_uneven = days_by_rate(uneven)  # the last of 1,002 steps is saved and validated too
+    assert found_uneven.saves == pytest.approx(0.1)
+    assert found_uneven.validations == pytest.approx(0.15)
     # one in ten days: half a day down, half an interval computed again
     assert found.restarts == pytest.approx(0.5 + 0.5)
 
