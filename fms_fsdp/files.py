@@ -131,6 +131,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def load_unique_json(text: str) -> Any:
+    """Returns the content of JSON that somebody wrote by hand.
+
+    Raises:
+        ValueError: it is not JSON, or an object has a name twice, of which `json.loads` takes the last.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict[str, Any]()
+        for name, value in pairs:
+            if name in content:
+                raise ValueError(f"{name} is set twice")
+            content[name] = value
+        return content
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file that the user chose.
 

@@ -6,7 +6,6 @@ later layer also removes flags of earlier ones that cannot be used with its own 
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -39,6 +38,7 @@ from fms_fsdp.config.train_config import (
 )
 from fms_fsdp.config.values import did_you_mean, one_line, shown, typed
 from fms_fsdp.errors import PROGRAM, UserError, print_and_end
+from fms_fsdp.files import load_unique_json
 
 C = TypeVar("C")
 
@@ -329,8 +329,8 @@ def _find_file(name: str, folder: str) -> Path:
 def _read_file(path: Path, table: Mapping[str, Flag], command: str) -> dict[str, Any]:
     """Returns flat name -> value of a TOML or JSON file, whose tables are sections."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
+        content = load_unique_json(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(
             f"--config={path} cannot be read: {shown(str(error))}; correct or replace the file"

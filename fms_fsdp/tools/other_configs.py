@@ -8,7 +8,6 @@ A value that only a run of the program could know, such as `$(nproc)`, is undeci
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import tomllib
@@ -19,6 +18,7 @@ from typing import Any
 
 from fms_fsdp.config.values import shown
 from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.files import load_unique_json
 
 _MAX_BYTES = 2**20
 _MAX_KEYS = 5000
@@ -108,15 +108,7 @@ def _read_toml(text: str) -> Iterator[Key]:
 
 
 def _read_json(text: str) -> Iterator[Key]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict[str, Any]()
-        for name, value in pairs:
-            if name in content:
-                raise ValueError(f"{name} is set twice")
-            content[name] = value
-        return content
-
-    content = json.loads(text, object_pairs_hook=unique)
+    content = load_unique_json(text)
     if not isinstance(content, dict):
         raise ValueError("it must hold an object")
     yield from _flatten(content, "config." if "model_type" in content else "")
