@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import typing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,14 @@ from fms_fsdp.config import (
     plan_batch,
     train_config,
 )
-from fms_fsdp.config.flag import flag_table, flag_values, help_texts, non_defaults
+from fms_fsdp.config.flag import flag as flag_row
+from fms_fsdp.config.flag import (
+    flag_table,
+    flag_values,
+    help_texts,
+    non_defaults,
+    unused_flags,
+)
 from fms_fsdp.config.formats import parse_block_fraction
 from fms_fsdp.config.parse import (
     FIRST_FLAGS,
@@ -574,3 +582,19 @@ def test_logged_flags_can_be_copied() -> None:
     assert len(lines) == 3 and all(len(line) <= 98 for line in lines[:-1])
     label, *copied = shlex.split(" ".join(lines))
     assert label == "flags:" and parse(*copied) == parsed.config
+
+
+@dataclass(frozen=True)
+class Misspelt:
+    """A flag whose row needs another one that is none."""
+
+    interval: int = flag_row(0, "steps between two")
+    size: int = flag_row(1, "size of each", needs="interval|count")
+
+
+def test_needed_flag_must_be_a_flag() -> None:
+    """Otherwise the flag would never have an effect. The page on extending names only flags."""
+    with pytest.raises(AssertionError, match=r"size needs interval\|count, which is not a flag"):
+        list(unused_flags(Misspelt(size=2)))
+    needed = re.findall(r'needs="(\w+)[="]', (ROOT / "docs/extending.md").read_text())
+    assert needed and set(needed) <= set(flag_table(TrainConfig))

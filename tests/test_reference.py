@@ -177,3 +177,13 @@ def test_the_page_of_shards_has_all_metadata(tmp_path: Path) -> None:
         assert file.schema.field("tokens").type == pa.large_list(pa.uint32())
     (row,) = [cells for cells in rows(page, "| part | format |") if cells[0] == "schema metadata"]
     assert set(re.findall(r"\w+", " ".join(names(row[1])))) == metadata
+
+
+def test_defaults_in_sentences_are_those_of_flags() -> None:
+    table = flag_table(TrainConfig)
+    found = []
+    for path in (ROOT / "docs").rglob("*.md"):
+        found += re.findall(r"(\S+) is the default of `--(\w+)`", path.read_text())
+    assert ("2023", "seed") in found
+    for value, name in found:
+        assert value == str(table[name].default), name

@@ -238,6 +238,7 @@ def _without_effect(config: Any) -> Iterator[WithoutEffect]:
         if not row.needs:
             continue
         other, _, wanted = row.needs.partition("=")
+        assert other in values, f"the flag {name} needs {other}, which is not a flag"
         is_met = other in changed and bool(values[other])
         if wanted:
             is_met = wanted in map(str, _as_tuple(values[other]))
