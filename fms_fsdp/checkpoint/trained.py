@@ -8,7 +8,7 @@ from pathlib import Path
 from fms_fsdp.checkpoint.folders import Checkpoint, checkpoint_root, find_checkpoint
 from fms_fsdp.data.tokenizer import folder_tokenizer
 from fms_fsdp.errors import UserError, env_rank
-from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer
 
 
 def require_checkpoint(path: str, step: int | None, name: str = "path") -> Checkpoint:
@@ -40,9 +40,11 @@ def recorded_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     """
     used = checkpoint_tokenizer(checkpoint)
     found = used.find()
-    if found is not None:
-        now = UsedTokenizer("the folder of its data", found.vocabulary.digest, lambda: found)
-        check_same_tokenizer(used, now, "put back the data that it was trained on")
+    if found is not None and used.digest not in ("", found.vocabulary.digest):
+        raise UserError(
+            f"{used.name} was trained with the tokenizer {used.digest[:12]}, but the folder of its data "
+            f"has {found.vocabulary.digest[:12]} now; put back the data that it was trained on"
+        )
     return found
 
 

@@ -27,7 +27,7 @@ from fms_fsdp.data.storage import Storage, open_storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.data.tokenizer import UnusableTokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C
@@ -197,6 +197,18 @@ def _join(data_path: str, folder: str) -> str:
     return f"{path.rstrip('/')}/{folder}{mark}{options}"
 
 
+def _folder_above(data_path: str) -> str:
+    """Returns the folder that `prepare` made, where `data_path` is its validation/ or test/: its
+    tokenizer is there."""
+    path, mark, options = data_path, "", ""
+    if "://" in data_path:
+        path, mark, options = data_path.partition("?")
+    above, _, name = path.rstrip("/").rpartition("/")
+    if name not in ("validation", "test"):
+        return data_path
+    return f"{above or '.'}{mark}{options}"
+
+
 def _scan(
     found: HeldOutListing,
     flag: str,
@@ -224,15 +236,17 @@ def _scan(
                     f"{name} ({source.name}) must not be trained on; set --datasets to the sources to "
                     "train on, or name others here"
                 )
+    folders = (data.data_path, _folder_above(data.data_path), data_path)
     if used is not None:
-        ours = folder_tokenizer(f"{flag} ({corpus.storage.root})", corpus.tokenizer, data.data_path)
+        name = f"{flag} ({corpus.storage.root})"
+        ours = UsedTokenizer(name, corpus.tokenizer, lambda: _find_tokenizer(corpus, folders))
         check_same_tokenizer(ours, used, "prepare both with one tokenizer")
     if (corpus.vocab_size or 0) > found.vocab_size:
         raise UserError(
             f"{flag} ({corpus.storage.root}) has a vocabulary of {corpus.vocab_size}, the model one "
             f"of {found.vocab_size}; prepare both with one tokenizer"
         )
-    table = _token_bytes(corpus, (data.data_path, data_path), found.vocab_size)
+    table = _token_bytes(corpus, folders, found.vocab_size)
     return replace(found, data=data, corpus=corpus, token_bytes=table)
 
 
@@ -262,19 +276,29 @@ def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int)
     )
 
 
-def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
-    """Returns the bytes by token id, from the tokenizer that `prepare` put into one of the folders; None if
-    the shards have another tokenizer."""
-    for root in data_paths:
-        try:
-            tokenizer = find_tokenizer(root)
-        except UnusableTokenizer as error:  # training does not need it
-            logger.info("bits per byte are not computed: %s", error)
-            return None
+def _find_tokenizer(corpus: Corpus, folders: tuple[str, ...]) -> Tokenizer | None:
+    """Returns the tokenizer of the shards, which `prepare` put into one of the folders; None without one.
+
+    Raises:
+        UnusableTokenizer: it cannot be loaded.
+    """
+    for folder in dict.fromkeys(folders):
+        tokenizer = find_tokenizer(folder)
         if tokenizer is not None and tokenizer.vocabulary.digest == corpus.tokenizer:
-            table = tokenizer.token_bytes()
-            return np.pad(table, (0, max(0, vocab_size - len(table))))
-    logger.info(
-        "bits per byte are not computed: no tokenizer of these shards in %s", corpus.storage.root
-    )
+            return tokenizer
     return None
+
+
+def _token_bytes(corpus: Corpus, folders: tuple[str, ...], vocab_size: int) -> I64 | None:
+    """Returns the bytes by token id; None if the tokenizer of the shards is in none of the folders."""
+    try:
+        tokenizer = _find_tokenizer(corpus, folders)
+    except UnusableTokenizer as error:  # training does not need it
+        logger.info("bits per byte are not computed: %s", error)
+        return None
+    if tokenizer is None:
+        root = corpus.storage.root
+        logger.info("bits per byte are not computed: no tokenizer of these shards in %s", root)
+        return None
+    table = tokenizer.token_bytes()
+    return np.pad(table, (0, max(0, vocab_size - len(table))))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import fms_fsdp
-from fms_fsdp.data.tokenizer import find_tokenizer
+from fms_fsdp.data.tokenizer import find_tokenizer, folder_tokenizer
 from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 from tests.cli import CORPUS, run, trained
 from tests.hf_folders import change_json
 from tests.warm import command
@@ -37,9 +38,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def find(folder: Path) -> Tokenizer:
+    found = find_tokenizer(str(folder))
+    assert found is not None
+    return found
+
+
 def test_resume_rejects_data_of_other_tokenizer(world: Path) -> None:
-    ours, theirs = (find_tokenizer(str(world / name)) for name in ("own", "other"))
-    assert ours is not None and theirs is not None
+    ours, theirs = find(world / "own"), find(world / "other")
     folder, new = world / "run", world / "new"
     resolved = json.loads((folder / "config.json").read_text())["resolved"]
     assert resolved["tokenizer"] == ours.vocabulary.digest
@@ -82,11 +88,21 @@ def test_tools_reject_a_replaced_tokenizer(world: Path, tmp_path: Path) -> None:
         for argv in (("generate",), ("export", f"--output={tmp_path}/hf")):
             rejected = command(*argv, f"--path={moved}")
             assert rejected.returncode == 2, rejected.stdout + rejected.stderr
-            assert "its data were made with" in rejected.stderr and "put back" in rejected.stderr
+            assert "the folder of its data has" in rejected.stderr
+            assert "put back" in rejected.stderr
         assert not (tmp_path / "hf").exists()
     finally:
         for name, content in kept.items():
             (own / name).write_bytes(content)
+
+
+def test_unknown_tokenizer_is_not_a_different_one(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = UsedTokenizer("the data", "0" * 64, lambda: None)
+    ours = folder_tokenizer("the run", find(world / "own").vocabulary.digest, str(world / "own"))
+    check_same_tokenizer(gone, ours, "prepare both with one tokenizer")
+    assert "they are not compared, because that of the data is not there" in capsys.readouterr().err
 
 
 def test_weights_of_a_hugging_face_folder_want_data_of_its_tokenizer(world: Path) -> None:
@@ -106,6 +122,11 @@ def test_weights_of_a_hugging_face_folder_want_data_of_its_tokenizer(world: Path
     ended = command("export", f"--path={world}/taken", f"--output={world}/chat")
     assert ended.returncode == 0
     assert f"note: not carried over from {world}/folder: top_p" in ended.stderr
+    # An export is evaluated on the data of its run.
+    for data in (f"--data_path={world}/own", f"--eval_data_path={world}/own/validation"):
+        ended = command("evaluate", f"--path={world}/chat", data, "--seq_length=64")
+        assert ended.returncode == 0, ended.stderr
+        assert "not compared" not in ended.stderr and "—" not in ended.stdout
     exported = json.loads((world / "chat/tokenizer_config.json").read_text())
     assert exported["chat_template"] == "{{ messages }}"
     ends = json.loads((world / "chat/generation_config.json").read_text())["eos_token_id"]
