@@ -309,7 +309,14 @@ def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
     changed: dict[str, list[str]] = {"logged": [], "free": [], "fixed": []}
     before = flag_values(old.config)
     now = flag_values(run.config)
+    batch = run.batch
+    was = old.batch
+    # The run keeps its global batch, and --batch_size is only the most that a rank computes at once.
+    micro = run.config.training.micro_batch_size
+    is_unused = micro is not None and micro != batch.batch_size
     for name, row in flag_table(TrainConfig).items():
+        if name == "batch_size" and is_unused:
+            continue
         if before[name] != now[name]:
             is_new_data = row.orders_data and (resume.fresh_data or run.config.data.dataset_builder)
             effect = "logged" if is_new_data else row.resume
@@ -320,8 +327,11 @@ def list_changes(run: RunConfig, resume: ResumePoint) -> Iterator[str]:
     quiet = changed["free"] + changed["fixed"]
     if quiet:
         yield f"changed, no effect on training: {', '.join(quiet)}"
-    batch = run.batch
-    was = old.batch
+    if is_unused and before["batch_size"] != now["batch_size"]:
+        yield (
+            f"--batch_size={micro} is not reached: the run keeps its global batch of "
+            f"{batch.global_batch_size} sequences ({batch.factors}); set --global_batch_size to change it"
+        )
     if batch != was and batch.global_batch_size == was.global_batch_size:
         yield (
             f"batch: {old.batch.factors}, now {run.batch.factors}: the global batch remains "

@@ -216,7 +216,9 @@ def days(config: EstimateConfig, steps: int, shortest_s: float, longest_s: float
     """
     section = config.checkpoint
     schedule = parse_schedule(section.checkpoint_schedule, section.checkpoint_interval)
-    num_saves = schedule.count(1, steps - 1) + 1  # the last step is always saved
+    num_saves = schedule.count(1, steps)
+    if section.save_last and not schedule.is_due(steps):
+        num_saves += 1
     steps_per_save: float = section.checkpoint_interval or steps
     if section.checkpoint_schedule:
         steps_per_save = steps / max(1, num_saves)

@@ -319,6 +319,18 @@ def test_fresh_data_follows_changed_flags() -> None:
         assert list(list_changes(resolved(now), resume)) == lines
 
 
+def test_larger_batch_of_a_rank_changes_no_batch() -> None:
+    """A resumed run keeps its global batch, so the flag is not logged as taken."""
+    before, now = (parse_flags(TrainConfig, [f"--batch_size={size}"]) for size in (2, 4))
+    resume = resume_of(resolved(before, batch=BatchPlan(2, 1, 1)))
+    assert list(list_changes(resolved(now, batch=BatchPlan(2, 1, 1)), resume)) == [
+        "--batch_size=4 is not reached: the run keeps its global batch of 2 sequences "
+        "(2 sequences x 1 rank x 1 accumulation step); set --global_batch_size to change it"
+    ]
+    lines = list(list_changes(resolved(now, batch=BatchPlan(4, 1, 1)), resume))
+    assert lines == ["from step 601: --batch_size 2 -> 4"]
+
+
 def launch_of(flags: list[str], num_steps: int, resume: ResumePoint = FRESH) -> RunConfig:
     """A launch of 80 tokens a step."""
     cfg = parse_flags(TrainConfig, ["--seq_length=8", f"--num_steps={num_steps}", *flags])
