@@ -32,6 +32,7 @@ from fms_fsdp.evaluate import evaluate
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
+from fms_fsdp.tools.evaluate import EvaluateConfig
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
 from tests.run.test_launch import wait_for
@@ -319,6 +320,19 @@ def test_offline_bad_input_is_one_line(
     assert command(["evaluate", *path, flag]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and message in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--questions=q --eval_steps=3", "--eval_steps=3 has no effect with --questions"),
+        ("--tasks=t --data_path=d", "--data_path=d has no effect with --tasks"),
+        ("--questions=q --limit=3", "--limit=3 has no effect without --tasks"),
+    ],
+)
+def test_flags_of_other_evaluations_are_errors(flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_flags(EvaluateConfig, flags.split())
 
 
 def test_sequences_do_not_depend_on_grouping(corpus: Path) -> None:

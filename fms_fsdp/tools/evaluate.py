@@ -98,14 +98,21 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         only_one(self, "tasks", "questions")
-        for name in _HELD_OUT_FLAGS if self.tasks else _TASK_FLAGS:
-            value = getattr(self, name)
-            if not value:
-                continue
-            given = f"--{name}={joined(value)}"
-            if self.tasks:
-                raise UserError(f"{given} has no effect with --tasks; remove it")
-            raise UserError(f"{given} has no effect without --tasks; remove it, or set --tasks")
+        instead = "--tasks" if self.tasks else "--questions"
+        if self.tasks or self.questions:
+            for name in _HELD_OUT_FLAGS:
+                value = getattr(self, name)
+                if value:
+                    given = f"--{name}={joined(value)}"
+                    raise UserError(f"{given} has no effect with {instead}; remove it")
+        if not self.tasks:
+            for name in _TASK_FLAGS:
+                value = getattr(self, name)
+                if value:
+                    given = f"--{name}={joined(value)}"
+                    raise UserError(
+                        f"{given} has no effect without --tasks; remove it, or set --tasks"
+                    )
 
 
 @dataclass(frozen=True)

@@ -317,10 +317,10 @@ def check_run(
 
 
 def recognize(kinds: set[str], keys: list[Key]) -> str:
-    """Returns the program that knows most of the keys.
+    """Returns the program that knows most of the keys, and at least half of them.
 
     Raises:
-        UserError: none, or more than one.
+        UserError: none does, or more than one.
     """
     names = [key.name for key in keys if not key.name.startswith(("launcher.", "config."))]
     scores = dict[str, int]()  # the number of keys that each program knows
@@ -329,7 +329,8 @@ def recognize(kinds: set[str], keys: list[Key]) -> str:
         if kinds <= {*program.formats, "config.json"}:
             scores[name] = sum(map(program.knows, names))
     highest = max(scores.values(), default=0)
-    best = [name for name, score in scores.items() if score == highest > 0]
+    is_known = highest > 0 and 2 * highest >= len(names)
+    best = [name for name, score in scores.items() if score == highest and is_known]
     if len(best) != 1:
         found = "are of no known program"
         if best:

@@ -634,6 +634,11 @@ def test_endless_file_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
         ("a.json", b'{"per_device_train_batch_size": 4}', "the main keys of Trainer, litgpt"),
         ("a.sh", b"x.py --a 'b", "is not closed"),
         ("a.yml", b"colour: red", "are of no known program; set --from"),
+        (  # of OLMo: GPT-NeoX knows two of six
+            "a.yml",
+            b"run_name: a\nseed: 1\nmax_duration: 2\ntime_limit: 3\ncanceled_check_interval: 4\noptimizer: {}",
+            "are of no known program; set --from",
+        ),
         ("a.yml", NEOX.encode() + b"lr-decay-iters: [1]", "lr_decay_iters"),
         ("a.yml", NEOX.encode() + b"hidden-dropout: two", "hidden_dropout = two cannot be used"),
         ("a.yml", NEOX.encode() + b"optimizer: {params: {betas: []}}", "must be a list of two"),
