@@ -351,8 +351,11 @@ def check_names(
         )
     expected = weight_map(config)
     for name in expected:
-        if name not in names:
-            raise UserError(f"weight {name} is missing; {remedy}")
+        if name in names:
+            continue
+        if name.startswith(_HEADS):  # the only one that a complete checkpoint may lack
+            remedy = f'set "tie_word_embeddings": true in config.json if it is the embedding, or {remedy}'
+        raise UserError(f"weight {name} is missing; {remedy}")
     for name in names:
         if name in expected or name.endswith(_BUFFERS):
             continue

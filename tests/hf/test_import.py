@@ -131,6 +131,10 @@ def test_corrupt_checkpoint_is_rejected(
         names = [path.name for path in folder.glob("model*")]
         change(folder, "model.norm.weight", "model.norm.wright", *names)
 
+    def untie(folder: Path) -> None:
+        names = [path.name for path in folder.glob("model*")]
+        change(folder, "lm_head.weight", "no_head.weight", *names)
+
     def widen(folder: Path) -> None:
         change(folder, '"intermediate_size": 96', '"intermediate_size": 97', "config.json")
 
@@ -143,6 +147,7 @@ def test_corrupt_checkpoint_is_rejected(
         "from_pretrained('broken').save_pretrained('broken')": pickled,
         "outside of the folder": redirect,
         "weight model.norm.weight is missing": rename,
+        'set "tie_word_embeddings": true in config.json if it is the embedding, or': untie,
         "has shape (96, 64), expected (97, 64)": widen,
         "is not a complete safetensors file": lambda folder: os.truncate(folder / first, 7),
     }.items():
