@@ -34,7 +34,7 @@ from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.optim.schedules import Milestones, RunLength, find_milestones
 from fms_fsdp.parallel.layout import check_float8, check_layout
 from fms_fsdp.predict.memory import checkpoint_bytes
-from fms_fsdp.run.checks import check_folders, check_machine
+from fms_fsdp.run.checks import check_attention, check_folders, check_machine
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory import MemoryBudget, PredictionFailed
 from fms_fsdp.run.resume import ResumePoint, check_resume
@@ -66,6 +66,7 @@ def resolve(cfg: TrainConfig, machine: Machine, vocab_size: int | None = None) -
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     dims = plan_dims(cfg.parallel, cfg.model.name, machine.world)
     check_machine(cfg, machine, dims)
+    check_attention(cfg, model)
     default = "bf16" if machine.has_bf16 else "fp32"
     precision = cfg.precision.resolve(cfg.precision.named or default)
     example_state(cfg.optim, precision)  # rejects options that the optimizer does not have

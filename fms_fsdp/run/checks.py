@@ -14,6 +14,7 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import restarts_in_agent_store
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import free_bytes
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.stop import job_end
 
@@ -80,6 +81,16 @@ def _check_device(cfg: TrainConfig, dims: ParallelDims, *, is_gpu: bool, is_comp
         }
         for flag in (flag for flag, is_on in gpu_flags.items() if is_on):
             raise UserError(f"{flag} requires a GPU; remove it")
+
+
+def check_attention(cfg: TrainConfig, model: TransformerConfig) -> None:
+    """Raises UserError for a flag of attention that this shape does not support."""
+    if "attention" in cfg.parallel.recompute_ops and model.attn_dropout:
+        raise UserError(
+            f"--recompute_ops=attention is not supported with --attn_dropout={model.attn_dropout:g}, "
+            "whose mask only recomputed attention repeats; use "
+            "--recompute_ops=every_second_matmul, or set --attn_dropout=0"
+        )
 
 
 def _check_ranking(cfg: TrainConfig) -> None:
