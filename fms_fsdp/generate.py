@@ -29,7 +29,7 @@ from fms_fsdp.hf.tokenizer import find_hf_tokenizer, hf_text_rules
 from fms_fsdp.hf.trained import check_no_step
 from fms_fsdp.hf.weights import fill, is_hf_checkpoint, open_checkpoint
 from fms_fsdp.models.attention import KVCache
-from fms_fsdp.models.build import build_model
+from fms_fsdp.models.build import build_model, fill_buffers
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel, Llama
 from fms_fsdp.tokenizers.tokenizer import NO_RULES, TextRules, Tokenizer
@@ -83,7 +83,9 @@ def rules_of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> 
 def _allocate(config: TransformerConfig, device: str | torch.device) -> Llama:
     with torch.device("meta"):
         model = build_model(config)
-    return model.to_empty(device=device)
+    model.to_empty(device=device)
+    fill_buffers(model, device)
+    return model
 
 
 @dataclass(frozen=True)
