@@ -101,6 +101,14 @@ class Sampling:
     top_p: float = 1.0
 
 
+def check_logits(logits: torch.Tensor) -> None:
+    """Raises UserError unless the logits are finite: nan would be the largest of any choices."""
+    if not logits.isfinite().all():
+        raise UserError(
+            "the logits are not finite: the training diverged; use an earlier checkpoint"
+        )
+
+
 def probabilities(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Returns the distribution of the next token, (B V): temperature, then top-k, then top-p."""
     logits_BV = logits_BV.float()
@@ -154,10 +162,7 @@ def generate(
     tokens_BS = torch.tensor([list(prompt[:position]) for prompt in prompts])
     while True:
         logits_BV = model(tokens_BS.to(device), caches=caches)[:, -1].cpu()
-        if not logits_BV.isfinite().all():
-            raise UserError(
-                "the logits are not finite: the training diverged; use an earlier checkpoint"
-            )
+        check_logits(logits_BV)
         p_BV = probabilities(logits_BV, sampling)
         new: list[int | None] = [None] * len(prompts)
         for i, generator in enumerate(generators):

@@ -26,9 +26,14 @@ from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.errors import UserError
+from fms_fsdp.generate import NO_RULES, TextModel
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.init import init_weights
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
+from fms_fsdp.tools.evaluate import choice_scores
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
 from tests.run.test_launch import wait_for
@@ -400,3 +405,15 @@ def test_test_data_is_evaluated_once_at_the_end(corpus: Path, tmp_path: Path) ->
     assert found == {
         name.replace("eval/", "test/"): told[name] for name in told if name.startswith("eval/")
     }
+
+
+def test_questions_need_finite_logits() -> None:
+    """Comparisons with nan had chosen the first answer."""
+    model = build_model(TransformerConfig(1, 16, 32, 2, 2, 300, max_seq_len=64))
+    init_weights(model, 1)
+    loaded = TextModel(model, ByteTokenizer(), NO_RULES)
+    assert len(choice_scores(loaded, "one", [" two", " three"])) == 2
+    assert model.head is not None
+    torch.nn.init.constant_(model.head.weight, torch.nan)
+    with pytest.raises(UserError, match="the logits are not finite"):
+        choice_scores(loaded, "one", [" two", " three"])

@@ -40,7 +40,7 @@ from fms_fsdp.distributed.runtime import (
 )
 from fms_fsdp.errors import RunFailed, UserError, is_installed
 from fms_fsdp.evaluate import evaluate
-from fms_fsdp.generate import TextModel, encode_texts, read_lines
+from fms_fsdp.generate import TextModel, check_logits, encode_texts, read_lines
 from fms_fsdp.hf.export import ExportConfig
 from fms_fsdp.hf.export import main as export
 from fms_fsdp.hf.trained import Trained, open_trained, trained
@@ -380,6 +380,9 @@ def choice_scores(loaded: TextModel, prompt: str, choices: Sequence[str]) -> lis
 
     White space at the end of the prompt belongs to the choices, and tokens count from where the
     text parts from the prompt's tokens.
+
+    Raises:
+        UserError: a question is too long, or a logit is not finite.
     """
     model, tokenizer, rules = loaded
     assert tokenizer is not None
@@ -395,6 +398,7 @@ def choice_scores(loaded: TextModel, prompt: str, choices: Sequence[str]) -> lis
     for row in rows:
         start = len(os.path.commonprefix([given, row]))
         logits: Any = model(torch.tensor([row[:-1]], device=model.rope.device))
+        check_logits(logits)
         logp_SV = logits[0].float().log_softmax(-1)
         labels = torch.tensor(row[1:], device=logp_SV.device)
         scores.append(float(logp_SV.gather(1, labels[:, None])[start - 1 :].sum()))
