@@ -14,7 +14,7 @@ Shape suffixes: B batch, S positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,6 +81,7 @@ def rules_of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> 
 
 
 def _allocate(config: TransformerConfig, device: str | torch.device) -> Llama:
+    config = replace(config, attn_impl="auto")  # the flag is of the machine that trained the model
     with torch.device("meta"):
         model = build_model(config)
     model.to_empty(device=device)

@@ -217,9 +217,8 @@ def evaluate_held_out(
     if checkpoint is not None:
         subject = _subject_of(checkpoint)
     mesh = Mesh(dims, world.rank, device.type, collective_timeout(parallel))
-    max_seq_len = max(subject.model.max_seq_len, cfg.data.seq_length)
     model = parallelize(
-        replace(subject.model, max_seq_len=max_seq_len),
+        _shape_of_evaluation(subject, cfg.data.seq_length),
         parallel,
         mesh,
         device=device,
@@ -254,6 +253,13 @@ def evaluate_held_out(
         rows.append((name, str(counts[name]), loss, perplexity, bits))
     head = ("source", "sequences", "loss", "perplexity", "bits/byte")
     return subject, values, table(head, rows)
+
+
+def _shape_of_evaluation(subject: _Subject, seq_length: int) -> TransformerConfig:
+    """Returns the model's shape with positions for these sequences, and attention for any machine."""
+    shape = subject.model
+    max_seq_len = max(shape.max_seq_len, seq_length)
+    return replace(shape, max_seq_len=max_seq_len, attn_impl="auto")
 
 
 def _load(
