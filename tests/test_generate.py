@@ -93,7 +93,7 @@ def test_kernel_of_training_is_not_needed(kernel: str) -> None:
     init_weights(model, seed=3)
     assert len(texts(model, [[1, 2, 3]], GREEDY)[0]) == 10
     subject = _Subject(Trained(Path("run"), shape), FP32, TrainConfig(), 1, 1)
-    assert _shape_of_evaluation(subject, 48).attn_impl == "auto"
+    assert _shape_of_evaluation(subject, 24).attn_impl == "auto"
 
 
 def test_unusable_prompts_and_logits_are_errors(model: Llama) -> None:

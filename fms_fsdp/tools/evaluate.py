@@ -201,6 +201,7 @@ def evaluate_held_out(
 ) -> tuple[_Subject, Values, str]:
     """Returns the evaluated model, the values on held-out data, and a table (collective)."""
     cfg = _eval_settings(config, subject.config)
+    shape = _shape_of_evaluation(subject, cfg.data.seq_length)
     used = subject.trained.used_tokenizer(f"--path={subject.path}")
     found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=subject.model.vocab_size, used=used)
     sources = open_held_out(cfg.eval, found, subject.eval_batch)
@@ -218,7 +219,7 @@ def evaluate_held_out(
         subject = _subject_of(checkpoint)
     mesh = Mesh(dims, world.rank, device.type, collective_timeout(parallel))
     model = parallelize(
-        _shape_of_evaluation(subject, cfg.data.seq_length),
+        shape,
         parallel,
         mesh,
         device=device,
@@ -256,8 +257,17 @@ def evaluate_held_out(
 
 
 def _shape_of_evaluation(subject: _Subject, seq_length: int) -> TransformerConfig:
-    """Returns the model's shape with positions for these sequences, and attention for any machine."""
+    """Returns the model's shape with positions for these sequences, and attention for any machine.
+
+    Raises:
+        UserError: its learned positions are too few.
+    """
     shape = subject.model
+    if shape.pos_emb == "learned" and shape.max_seq_len < seq_length:
+        raise UserError(
+            f"--seq_length={seq_length} must be at most the {shape.max_seq_len} learned positions of "
+            f"--path={subject.path}; set --seq_length={shape.max_seq_len} or less"
+        )
     max_seq_len = max(shape.max_seq_len, seq_length)
     return replace(shape, max_seq_len=max_seq_len, attn_impl="auto")
 
