@@ -66,7 +66,7 @@ def resolve(cfg: TrainConfig, machine: Machine, vocab_size: int | None = None) -
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     dims = plan_dims(cfg.parallel, cfg.model.name, machine.world)
     check_machine(cfg, machine, dims)
-    check_attention(cfg, model)
+    check_attention(cfg, model, machine.device_type)
     default = "bf16" if machine.has_bf16 else "fp32"
     precision = cfg.precision.resolve(cfg.precision.named or default)
     example_state(cfg.optim, precision)  # rejects options that the optimizer does not have
