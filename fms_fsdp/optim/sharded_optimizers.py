@@ -176,9 +176,11 @@ class Madgrad(ShardedOptimizer):
     """Dual averaging from the initial weights w0, with a cube root in place of Adam's square root.
 
         λ = lr · √t      s = s + λ g      ν = ν + λ g²
-        z = w0 − s / (∛ν + ε)      w = momentum · w + (1 − momentum) · z
+        z = w0 − s / (∛ν + ε)      w = momentum · w + (1 − momentum) · z − lr · decay · w
 
-    Source: Defazio and Jelassi, "Adaptivity without compromise", https://arxiv.org/abs/2101.11075.
+    Without momentum nothing of w is left in z, so that w0 decays with it.
+    Source: Defazio and Jelassi, "Adaptivity without compromise", https://arxiv.org/abs/2101.11075;
+    the decay as `decouple_decay` of https://github.com/facebookresearch/madgrad.
     """
 
     state_names = ("grad_sum", "grad_sum_sq", "first_weight")
@@ -190,7 +192,7 @@ class Madgrad(ShardedOptimizer):
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
         lr = group["lr"]
-        decay = 1 - lr * group["weight_decay"]
+        decay = lr * group["weight_decay"]
         scale = lr * step**0.5  # λ
         for weight, grad, total, square, first in shards_of(params, states, *self.state_names):
             if step == 1:
@@ -200,7 +202,10 @@ class Madgrad(ShardedOptimizer):
             # In one buffer: 1 / (∛ν + ε), times s, subtracted from w0.
             z = square.pow(1 / 3).add_(group["eps"]).reciprocal_()
             z.mul_(total).neg_().add_(first)
-            self.assign(weight, weight.mul(decay).lerp_(z, 1 - group["momentum"]))
+            if group["momentum"] == 0:
+                self.assign(first, first.sub(weight, alpha=decay))
+            updated = weight.lerp(z, 1 - group["momentum"]).sub_(weight, alpha=decay)
+            self.assign(weight, updated)
 
 
 class Adafactor(ShardedOptimizer):
