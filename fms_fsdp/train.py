@@ -289,7 +289,8 @@ def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
     """Seeds torch for the dropout of a step, so that a resumed run repeats the masks.
 
     Ranks of tp, which hold copies of the same hidden states, share the seed; under sequence
-    parallelism they hold different tokens, and differ.
+    parallelism they hold different tokens, and differ. Dropout of their shards, heads and columns
+    of the feed-forward layer, requires sequence parallelism (`check_layout`).
     """
     axes = ["dp", "cp", "pp"]
     if mesh.dims.sequence_parallel:
