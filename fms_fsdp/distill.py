@@ -150,6 +150,7 @@ def distill(
     plain: Callable[..., Losses] = model.head.loss
 
     def run_teacher(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        outputs.clear()  # of a pass that raised before its loss
         if module.training:
             with torch.no_grad():
                 outputs.append(teacher(*inputs[:4]))

@@ -14,7 +14,7 @@ Shape suffixes: B batch, S positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from fms_fsdp.hf.tokenizer import find_hf_tokenizer, hf_text_rules
 from fms_fsdp.hf.trained import check_no_step
 from fms_fsdp.hf.weights import fill, is_hf_checkpoint, open_checkpoint
 from fms_fsdp.models.attention import KVCache
-from fms_fsdp.models.build import build_model
+from fms_fsdp.models.build import build_model, fill_buffers
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel, Llama
 from fms_fsdp.tokenizers.tokenizer import NO_RULES, TextRules, Tokenizer
@@ -81,9 +81,12 @@ def rules_of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> 
 
 
 def _allocate(config: TransformerConfig, device: str | torch.device) -> Llama:
+    config = replace(config, attn_impl="auto")  # the flag is of the machine that trained the model
     with torch.device("meta"):
         model = build_model(config)
-    return model.to_empty(device=device)
+    model.to_empty(device=device)
+    fill_buffers(model, device)
+    return model
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,14 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+
+
+def check_logits(logits: torch.Tensor) -> None:
+    """Raises UserError unless the logits are finite: nan would be the largest of any choices."""
+    if not logits.isfinite().all():
+        raise UserError(
+            "the logits are not finite: the training diverged; use an earlier checkpoint"
+        )
 
 
 def probabilities(logits_BV: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -152,10 +163,7 @@ def generate(
     tokens_BS = torch.tensor([list(prompt[:position]) for prompt in prompts])
     while True:
         logits_BV = model(tokens_BS.to(device), caches=caches)[:, -1].cpu()
-        if not logits_BV.isfinite().all():
-            raise UserError(
-                "the logits are not finite: the training diverged; use an earlier checkpoint"
-            )
+        check_logits(logits_BV)
         p_BV = probabilities(logits_BV, sampling)
         new: list[int | None] = [None] * len(prompts)
         for i, generator in enumerate(generators):

@@ -34,12 +34,12 @@ from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.optim.schedules import Milestones, RunLength, find_milestones
 from fms_fsdp.parallel.layout import check_float8, check_layout
 from fms_fsdp.predict.memory import checkpoint_bytes
-from fms_fsdp.run.checks import check_folders, check_machine
+from fms_fsdp.run.checks import check_attention, check_folders, check_machine
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory import MemoryBudget, PredictionFailed
 from fms_fsdp.run.resume import ResumePoint, check_resume
 from fms_fsdp.run.setup import Found, open_stream
-from fms_fsdp.state import RunConfig
+from fms_fsdp.state import RunConfig, TrainMetadata
 
 NOTHING = Found()
 
@@ -66,6 +66,7 @@ def resolve(cfg: TrainConfig, machine: Machine, vocab_size: int | None = None) -
     model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
     dims = plan_dims(cfg.parallel, cfg.model.name, machine.world)
     check_machine(cfg, machine, dims)
+    check_attention(cfg, model, machine.device_type)
     default = "bf16" if machine.has_bf16 else "fp32"
     precision = cfg.precision.resolve(cfg.precision.named or default)
     example_state(cfg.optim, precision)  # rejects options that the optimizer does not have
@@ -122,10 +123,15 @@ def keep(cfg: TrainConfig, resume: ResumePoint) -> Kept:
         kept = replace(kept, batch=saved.batch)
 
     if _schedule_flags(cfg.optim) == _schedule_flags(saved.config.optim):
-        position = start.tokens_seen if milestones.in_tokens else start.step
-        may_move = cfg.optim.lr_schedule == "wsd" and position < milestones.decay_start
+        has_begun = _position(start, milestones) >= milestones.decay_start
+        may_move = cfg.optim.lr_schedule == "wsd" and not has_begun
         kept = replace(kept, milestones=milestones, moves_decay=may_move)
     return kept
+
+
+def _position(start: TrainMetadata, milestones: Milestones) -> int:
+    """Returns where a launch begins, in the unit of the milestones."""
+    return start.tokens_seen if milestones.in_tokens else start.step
 
 
 def _schedule_flags(optim: OptimConfig) -> tuple[object, ...]:
@@ -294,8 +300,10 @@ def plan_schedule(
     if kept.milestones is None:
         return milestones
     if kept.moves_decay:
-        # The warmup may be over, and its end is known.
-        return replace(milestones, warmup=kept.milestones.warmup)
+        # The warmup may be over, and its end is known. In a shortened run the last phase would have
+        # begun in the past, and the learning rate would fall at once.
+        start = max(milestones.decay_start, _position(resume.start, milestones))
+        return replace(milestones, warmup=kept.milestones.warmup, decay_start=start)
     return kept.milestones
 
 

@@ -3,8 +3,10 @@
 The loss of a step is the sum over all unmasked labels of the global batch, divided by their number.
 The number is known before the first backward pass, so the gradient of every micro-batch has its
 final weight, however labels are spread over ranks and micro-batches. FSDP averages gradients over
-ranks; a factor undoes that. A step whose gradient is not finite changes nothing. Nothing is read
-back from the device except on steps that are reported.
+ranks; a factor undoes that. A step whose gradient is not finite changes nothing. While
+a step runs, the host reads at most flags of the step before. It waits for the device on steps that
+are reported, and in every step with SGD, Adagrad, Adadelta, Adamax, RMSprop, Rprop or a user's own
+optimizer, for which it reads whether the gradient is finite (optim/optimizers.py).
 """
 
 from __future__ import annotations
@@ -287,7 +289,8 @@ def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
     """Seeds torch for the dropout of a step, so that a resumed run repeats the masks.
 
     Ranks of tp, which hold copies of the same hidden states, share the seed; under sequence
-    parallelism they hold different tokens, and differ.
+    parallelism they hold different tokens, and differ. Dropout of their shards, heads and columns
+    of the feed-forward layer, requires sequence parallelism (`check_layout`).
     """
     axes = ["dp", "cp", "pp"]
     if mesh.dims.sequence_parallel:

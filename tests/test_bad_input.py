@@ -117,6 +117,7 @@ def test_huge_number_is_rejected_without_a_hang(argv: str, named: str) -> None:
     --recompute=blocks --recompute_segment=2 --fsdp_blocks_per_group=3 | --fsdp_blocks_per_group=3 must be divisible by --recompute_segment=2; remove
     --recompute=blocks --recompute_segment=2 --model_builder=a:b | --recompute_segment=2 is not supported with --model_builder=a:b
     --recompute=ops --recompute_ops=norms | --recompute_ops=norms must be one of
+    --recompute=ops --recompute_ops=attention --attn_dropout=0.1 | --recompute_ops=attention is not supported with --attn_dropout=0.1, whose
     --recompute=ops --fsdp_activation_checkpointing=True | --recompute=ops and --fsdp_activation_checkpointing=True
     --export_interval=7 --checkpoint_interval=2 | --export_interval=7 must be a multiple of
     --export_interval=1000 --checkpoint_schedule=5 | --export_interval=1000 must be a multiple of

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 import fms_fsdp
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.folders import problem
-from fms_fsdp.config import BatchPlan, DataConfig, EvalConfig, TrainConfig
+from fms_fsdp.config import FP32, BatchPlan, DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.corpus import open_corpus
@@ -29,10 +30,15 @@ from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.distributed.mesh import Mesh, ParallelDims
 from fms_fsdp.errors import UserError
 from fms_fsdp.evaluate import evaluate
+from fms_fsdp.generate import NO_RULES, TextModel
+from fms_fsdp.hf.trained import Trained
+from fms_fsdp.models.build import build_model
+from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.init import init_weights
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
-from fms_fsdp.tools.evaluate import EvaluateConfig
+from fms_fsdp.tools.evaluate import EvaluateConfig, _shape_of_evaluation, _Subject, choice_scores
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
 from tests.run.test_launch import wait_for
@@ -452,3 +458,26 @@ def test_test_data_is_evaluated_once_at_the_end(corpus: Path, tmp_path: Path) ->
     assert found == {
         name.replace("eval/", "test/"): told[name] for name in told if name.startswith("eval/")
     }
+
+
+def test_questions_need_finite_logits() -> None:
+    """Comparisons with nan had chosen the first answer."""
+    model = build_model(TransformerConfig(1, 16, 32, 2, 2, 300, max_seq_len=64))
+    init_weights(model, 1)
+    loaded = TextModel(model, ByteTokenizer(), NO_RULES)
+    assert len(choice_scores(loaded, "one", [" two", " three"])) == 2
+    assert model.head is not None
+    torch.nn.init.constant_(model.head.weight, torch.nan)
+    with pytest.raises(UserError, match="the logits are not finite"):
+        choice_scores(loaded, "one", [" two", " three"])
+
+
+def test_learned_positions_are_not_made_up(tmp_path: Path) -> None:
+    """Those beyond the checkpoint's had become its mean position."""
+    shape = TransformerConfig(1, 16, 32, 2, 2, 300, max_seq_len=64, pos_emb="learned")
+    subject = _Subject(Trained(tmp_path, shape), FP32, TrainConfig(), 1, 1)
+    assert _shape_of_evaluation(subject, 64).max_seq_len == 64
+    with pytest.raises(UserError, match="--seq_length=65 must be at most the 64 learned positions"):
+        _shape_of_evaluation(subject, 65)
+    rotary = replace(subject, trained=Trained(tmp_path, replace(shape, pos_emb="rope")))
+    assert _shape_of_evaluation(rotary, 65).max_seq_len == 65

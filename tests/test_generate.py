@@ -14,13 +14,16 @@ import pytest
 import torch
 
 from fms_fsdp.__main__ import main
+from fms_fsdp.config import FP32, TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.errors import UserError
-from fms_fsdp.generate import Sampling, generate, probabilities, read_lines
+from fms_fsdp.generate import Sampling, _allocate, generate, probabilities, read_lines
+from fms_fsdp.hf.trained import Trained
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.tools.evaluate import _shape_of_evaluation, _Subject
 from fms_fsdp.tools.generate import GenerateConfig
 from tests.cli import CORPUS, losses, made_once, trained
 from tests.hf_folders import template, write_folder, write_tokenizer_json
@@ -81,6 +84,16 @@ def test_smallest_temperature_is_greedy(model: Llama) -> None:
     for more in ({}, {"top_k": 3, "top_p": 0.5}):
         sampling = Sampling(temperature=1e-320, **more)  # type: ignore[arg-type]
         assert texts(model, [[3]], sampling) == texts(model, [[3]], GREEDY)
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+def test_kernel_of_training_is_not_needed(kernel: str) -> None:
+    shape = TransformerConfig(1, 32, 64, 4, 2, 61, max_seq_len=24, attn_impl=kernel)
+    model = _allocate(shape, "cpu")
+    init_weights(model, seed=3)
+    assert len(texts(model, [[1, 2, 3]], GREEDY)[0]) == 10
+    subject = _Subject(Trained(Path("run"), shape), FP32, TrainConfig(), 1, 1)
+    assert _shape_of_evaluation(subject, 24).attn_impl == "auto"
 
 
 def test_unusable_prompts_and_logits_are_errors(model: Llama) -> None:

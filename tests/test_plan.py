@@ -76,6 +76,9 @@ def test_estimate_chooses_fsdp_as_launches_do(capsys: Any) -> None:
 flags | error
 --cpu_offload=True | --cpu_offload requires a sharded model
 --attn_impl=flash --precision=fp32 | --attn_impl=flash requires 16 bits
+--attn_impl=flash --pos_emb=alibi | --attn_impl=flash is not supported with --pos_emb=alibi
+--attn_impl=flash --attn_dropout=0.1 --attn_window=8 | --attn_impl=flash is not supported with --attn_dropout=0.1
+--attn_impl=flash --attn_dropout=0.1 --document_mask=True | --attn_impl=flash is not supported with --attn_dropout=0.1
 --use_torch_compile=True --debug_sync_blocks=True | --debug_sync_blocks waits between blocks
 """)
 def test_translate_rejects_what_a_launch_rejects(flags: str, error: str) -> None:

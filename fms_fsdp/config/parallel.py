@@ -78,7 +78,7 @@ class ParallelConfig:
     )
     """Results that --recompute=ops keeps: of attention, of every matmul (matmuls) or of every second
     one (default: attention,every_second_matmul; from 8,192 tokens per sequence without matmuls of
-    the feed-forward layer)."""
+    the feed-forward layer). Attention with --attn_dropout is not kept."""
     low_cpu_fsdp: bool = flag(True)
     """Build the model shard by shard, so that no rank holds the full model."""
     use_torch_compile: bool | None = flag(None)

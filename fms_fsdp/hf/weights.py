@@ -398,7 +398,10 @@ def fill(model: LanguageModel, checkpoint: HFCheckpoint) -> None:
     for name, (names, _) in weight_map(checkpoint.config).items():
         if names[0] in ours:  # else of another pipeline stage
             parts = split(checkpoint.config, names, checkpoint.read(name))
-            for target, part in zip(map(ours.__getitem__, names), parts, strict=True):
+            for our_name, part in zip(names, parts, strict=True):
+                target = ours[our_name]
+                is_vocabulary = our_name in ("embed.weight", "head.weight")  # which may be larger
+                assert is_vocabulary or part.shape == target.shape, (our_name, part.shape)
                 _fill_shard(target, part, model.config.vocab_size, name)
             unfilled -= set(names)
     # A weight that no file has would be arbitrary, unless a model of the user initialized it.

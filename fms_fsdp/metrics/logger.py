@@ -182,6 +182,7 @@ class MetricLogger:
             values["param_norm"] = global_norm(self._parameters, self._mesh)
         if self._zero_gradients is not None:
             values["grad_zeros"] = self._zero_gradients
+            self._zero_gradients = None  # a step that the host skips counts none
         return values
 
     def _measure(

@@ -46,6 +46,8 @@ def attention(
         return out
     if backend == "auto" and mask is None and not dropout and _is_short(q_BHSK, k_BGTK):
         return _explicit_attention(q_BHSK, k_BGTK, v_BGTK)
+    if backend == "flash" and mask is not None:
+        backend = "auto"  # CUDA's flash kernel takes no mask
     kernel = nullcontext() if backend == "auto" else sdpa_kernel(BACKENDS[backend])
     with kernel:
         return F.scaled_dot_product_attention(

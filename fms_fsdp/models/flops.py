@@ -116,6 +116,15 @@ def keeps_matmul(kept: Collection[str], index: int) -> bool:
     return False
 
 
+def keeps_attention(kept: Collection[str], config: TransformerConfig) -> bool:
+    """Returns whether a block that keeps the results `kept` keeps the result of attention.
+
+    Attention with dropout is recomputed: the recomputation draws random numbers in the order of the
+    forward pass, and without those of attention every later dropout mask would differ.
+    """
+    return "attention" in kept and config.attn_dropout == 0
+
+
 def recomputed_flops_per_token(
     config: TransformerConfig,
     seq_length: int,
@@ -138,7 +147,7 @@ def recomputed_flops_per_token(
     sizes = [q_size, kv_size, kv_size, q_size, *inner_sizes]
     weights = sum(hidden * size for i, size in enumerate(sizes) if not keeps_matmul(kept, i))
     attention = 0
-    if "attention" not in kept:
+    if not keeps_attention(kept, config):
         attention = _attention_flops(config, seq_length) // config.num_layers
     flops = num_blocks * (2 * weights + attention)
 

@@ -27,6 +27,7 @@ from torch import nn
 from fms_fsdp.models.attention import KVCache, attention, distances, visible_keys
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Attention, Embedding, Head, Llama, Positions, apply_rope
+from fms_fsdp.models.token_sums import LayerNorm, look_up
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
@@ -48,7 +49,7 @@ class ScaleNorm(nn.Module):
         return F.rms_norm(x, self.size, self.weight.expand(self.size).to(x.dtype), self.eps)
 
 
-NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm, "scalenorm": ScaleNorm}
+NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": LayerNorm, "scalenorm": ScaleNorm}
 
 
 class GPTAttention(Attention):
@@ -151,7 +152,10 @@ class GPTEmbedding(Embedding):
     ) -> torch.Tensor:
         x_BSD = self.look_up(tokens_BS)
         if self.positions is not None:
-            x_BSD = x_BSD + self.positions[positions]
+            if isinstance(positions, slice):
+                x_BSD = x_BSD + self.positions[positions]
+            else:
+                x_BSD = x_BSD + look_up(positions, self.positions)
         elif self.is_sinusoidal:
             if isinstance(positions, slice):
                 positions = torch.arange(positions.start, positions.stop, device=x_BSD.device)
@@ -188,7 +192,7 @@ class DistanceBias(nn.Module):
     def forward(self, distance_ST: torch.Tensor) -> torch.Tensor:
         """Returns the bias of each distance, (H S T)."""
         bucket_ST = distance_buckets(distance_ST, self.num_buckets, self.max_distance)
-        return F.embedding(bucket_ST, self.weight).permute(2, 0, 1)
+        return look_up(bucket_ST, self.weight).permute(2, 0, 1)
 
 
 def distance_buckets(distance: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:

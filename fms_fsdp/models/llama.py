@@ -27,6 +27,7 @@ from torch.profiler import record_function
 from fms_fsdp.models.attention import KVCache, attention, attention_mask
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.loss import Losses, linear_cross_entropy
+from fms_fsdp.models.token_sums import look_up
 
 Positions = slice | torch.Tensor  # a slice, or (B S)
 Call = tuple[str, nn.Module, tuple[Any, ...]]  # layer, block, its arguments after x
@@ -140,7 +141,7 @@ class Embedding(nn.Embedding):
         super().__init__(config.padded_vocab_size, config.hidden_size)
 
     def look_up(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens_BS, self.weight)
+        return look_up(tokens_BS, self.weight)
 
     def forward(  # type: ignore[override]
         self, tokens_BS: torch.Tensor, positions: Positions

@@ -61,9 +61,10 @@ class Muon(ShardedOptimizer):
         weights = []
         directions = []
         for weight, grad, mean in shards_of(params, states, "momentum_buffer"):
-            mean.lerp_(grad, 1 - group["momentum"])
+            self.assign(mean, mean.lerp(grad, 1 - group["momentum"]))
             directions.append(grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
-            weights.append(weight.mul_(1 - group["lr"] * group["weight_decay"]))
+            weights.append(weight)
+        decay = 1 - group["lr"] * group["weight_decay"]
 
         for ranks, indices in shard_groups(params).items():
             # At a time as many matrices as there are ranks: each orthogonalizes one.
@@ -79,7 +80,8 @@ class Muon(ShardedOptimizer):
                         scale = 0.2 * max(rows, columns) ** 0.5
                     else:
                         scale = max(1, rows / columns) ** 0.5
-                    weights[i].add_(update, alpha=-group["lr"] * scale)
+                    weight = weights[i].mul(decay).add_(update, alpha=-group["lr"] * scale)
+                    self.assign(weights[i], weight)
 
 
 def _orthogonalize(

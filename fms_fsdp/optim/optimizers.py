@@ -1,8 +1,9 @@
 """Builds the optimizer that --optimizer names, and runs its steps.
 
 A step whose gradient norm is not finite changes no weight, no state and no step count. Fused
-optimizers and RoundedAdamW skip on the device; for the others the host reads the norm and skips the
-call.
+optimizers (AdamW, Adam) and those of sharded_optimizers.py skip on the device. For the others (SGD,
+Adagrad, Adadelta, Adamax, RMSprop, Rprop, a user's own) the host reads the norm and skips the call:
+DTensors have no fused SGD and Adagrad (torch 2.13), and the rest is not fused.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Optimizers:
                 which reads them anyway, else in place before.
         """
         is_bad = ~torch.isfinite(grad_norm)
-        skips_on_host = not all(map(_is_fused, self.optimizers)) and bool(is_bad.item())
+        skips_on_host = not all(map(_skips_on_device, self.optimizers)) and bool(is_bad.item())
         optimizers: list[Any] = self.optimizers
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -79,15 +80,15 @@ class Optimizers:
                 else:
                     group["lr"] = learning_rate(group["base_lr"])
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            is_fused = _is_fused(optimizer)
-            if is_fused:
+            skips_on_device = _skips_on_device(optimizer)
+            if skips_on_device:
                 optimizer.found_inf = is_bad.to(params[0].device, torch.float32)
             if clip_factor is not None:
-                if is_fused and params[0].device.type == "cuda":
+                if _is_fused(optimizer) and params[0].device.type == "cuda":
                     optimizer.grad_scale = 1 / clip_factor  # it divides by this
                 else:
                     scale_gradients(params, clip_factor)
-            if is_fused or not skips_on_host:
+            if skips_on_device or not skips_on_host:
                 optimizer.step()
 
     def zero_grad(self) -> None:
@@ -137,6 +138,10 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     torch.amp.GradScaler sets these attributes.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return _is_fused(optimizer) or getattr(optimizer, "skips_on_device", False)
 
 
 @torch.no_grad()

@@ -139,16 +139,19 @@ class Schedule:
         position = tokens if points.in_tokens else step
         if position < points.warmup:
             return base * position / points.warmup
-        return base * self._multiplier(min(position, points.decay_end))
+        return base * self._multiplier(position)
 
     def _multiplier(self, position: int) -> float:
         config = self.config
         points = self.milestones
         minimum = self.config.min_ratio
-        decay_length = max(1, points.decay_end - points.decay_start)
-        p = 1.0
-        if position < points.decay_end:
-            p = max(0, position - points.decay_start) / decay_length
+        if position <= points.decay_start:  # also if the run ends with the warmup
+            p = 0.0
+        elif position >= points.decay_end:
+            p = 1.0
+        else:
+            p = (position - points.decay_start) / (points.decay_end - points.decay_start)
+        position = min(position, points.decay_end)
         n = (position - points.warmup) / max(1, points.step_size)
         match config.lr_schedule:
             case "constant":

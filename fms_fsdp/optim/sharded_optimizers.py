@@ -21,6 +21,7 @@ from fms_fsdp.distributed.dtensor import (
     tensor_norms,
     zeros_along,
 )
+from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import UserError
 
 Group = dict[str, Any]
@@ -31,10 +32,16 @@ Pair = tuple[float, float]
 class ShardedOptimizer(torch.optim.Optimizer):
     """Base class: creates the state when built, and updates all parameters of a group at once.
 
-    `state_names` are the state tensors of the shape of the parameter.
+    `state_names` are the state tensors of the shape of the parameter. Like torch's fused optimizers
+    it changes nothing if `found_inf` is set, on the device; the step count is corrected when the
+    next step begins.
     """
 
     state_names: tuple[str, ...] = ()
+    skips_on_device = True  # by `found_inf`
+    found_inf: torch.Tensor | None = None
+    _is_skipped: torch.Tensor | None = None  # of the running step
+    _last_found_inf: HostCopy | None = None
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         if not 0 <= defaults.get("momentum", 0.0) < 1:
@@ -51,6 +58,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates the weights (collective)."""
+        self._correct_step_count()
+        self._is_skipped = None if self.found_inf is None else self.found_inf > 0
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             states = [self.state[param] for param in params]
@@ -58,10 +67,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state["step"] += 1
             if params:
                 self.update(group, int(states[0]["step"]), params, states)
+        self._last_found_inf = None if self.found_inf is None else HostCopy(self.found_inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._correct_step_count()
+        return super().state_dict()
+
+    def _correct_step_count(self) -> None:
+        """Subtracts the last step from the count if it was skipped; its flag is ready, so nothing waits."""
+        last = self._last_found_inf
+        self._last_found_inf = None
+        if last is not None and last.read():
+            for state in self.state.values():
+                state["step"] -= 1
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
-        """Updates parameters and states in place; `step` counts from 1."""
+        """Updates parameters and states by `assign`; `step` counts from 1."""
         raise NotImplementedError
+
+    def assign(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Copies `value` to a weight or a state, unless the step is skipped."""
+        if self._is_skipped is None:
+            target.copy_(value)
+        else:
+            torch.where(self._is_skipped, target, value, out=target)
 
 
 def shards_of(params: Tensors, states: list[State], *names: str) -> Iterator[Tensors]:
@@ -94,8 +123,8 @@ class Lamb(ShardedOptimizer):
         weights = local_shards(params)
         updates = []
         for weight, grad, mean, square in shards_of(params, states, *self.state_names):
-            mean.lerp_(grad, 1 - beta1)
-            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            self.assign(mean, mean.lerp(grad, 1 - beta1))
+            self.assign(square, square.mul(beta2).addcmul_(grad, grad, value=1 - beta2))
             # In one buffer: 1 / (√v + ε), times m, plus the decay.
             update = square.sqrt().div_(math.sqrt(bias2)).add_(group["eps"]).reciprocal_()
             update.mul_(mean).div_(bias1)
@@ -110,7 +139,7 @@ class Lamb(ShardedOptimizer):
         ):
             has_ratio = (weight_norm > 0) & (update_norm > 0)
             ratio = torch.where(has_ratio, weight_norm / update_norm, 1.0)
-            weight.addcmul_(update, ratio, value=-group["lr"])
+            self.assign(weight, weight.addcmul(update, ratio, value=-group["lr"]))
 
 
 class NovoGrad(ShardedOptimizer):
@@ -137,19 +166,21 @@ class NovoGrad(ShardedOptimizer):
         norms = tensor_norms(local_shards(param.grad for param in params), params)
         shards = shards_of(params, states, "exp_avg", "norm_sq")
         for norm, (weight, grad, mean, norm_sq) in zip(norms, shards, strict=True):
-            norm_sq.lerp_(norm.square(), one_minus_beta2)
-            mean.mul_(beta1).add_(grad / (norm_sq.sqrt() + group["eps"]))
-            mean.add_(weight, alpha=group["weight_decay"])
-            weight.add_(mean, alpha=-group["lr"])
+            self.assign(norm_sq, norm_sq.lerp(norm.square(), one_minus_beta2))
+            new_mean = mean.mul(beta1).add_(grad / (norm_sq.sqrt() + group["eps"]))
+            self.assign(mean, new_mean.add_(weight, alpha=group["weight_decay"]))
+            self.assign(weight, weight.add(mean, alpha=-group["lr"]))
 
 
 class Madgrad(ShardedOptimizer):
     """Dual averaging from the initial weights w0, with a cube root in place of Adam's square root.
 
         λ = lr · √t      s = s + λ g      ν = ν + λ g²
-        z = w0 − s / (∛ν + ε)      w = momentum · w + (1 − momentum) · z
+        z = w0 − s / (∛ν + ε)      w = momentum · w + (1 − momentum) · z − lr · decay · w
 
-    Source: Defazio and Jelassi, "Adaptivity without compromise", https://arxiv.org/abs/2101.11075.
+    Without momentum nothing of w is left in z, so that w0 decays with it.
+    Source: Defazio and Jelassi, "Adaptivity without compromise", https://arxiv.org/abs/2101.11075;
+    the decay as `decouple_decay` of https://github.com/facebookresearch/madgrad.
     """
 
     state_names = ("grad_sum", "grad_sum_sq", "first_weight")
@@ -161,17 +192,20 @@ class Madgrad(ShardedOptimizer):
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
         lr = group["lr"]
-        decay = 1 - lr * group["weight_decay"]
+        decay = lr * group["weight_decay"]
         scale = lr * step**0.5  # λ
         for weight, grad, total, square, first in shards_of(params, states, *self.state_names):
             if step == 1:
-                first.copy_(weight)  # weights may be loaded after the optimizer is built
-            total.add_(grad, alpha=scale)
-            square.addcmul_(grad, grad, value=scale)
+                self.assign(first, weight)  # weights may be loaded after the optimizer is built
+            self.assign(total, total.add(grad, alpha=scale))
+            self.assign(square, square.addcmul(grad, grad, value=scale))
             # In one buffer: 1 / (∛ν + ε), times s, subtracted from w0.
             z = square.pow(1 / 3).add_(group["eps"]).reciprocal_()
             z.mul_(total).neg_().add_(first)
-            weight.mul_(decay).lerp_(z, 1 - group["momentum"])
+            if group["momentum"] == 0:
+                self.assign(first, first.sub(weight, alpha=decay))
+            updated = weight.lerp(z, 1 - group["momentum"]).sub_(weight, alpha=decay)
+            self.assign(weight, updated)
 
 
 class Adafactor(ShardedOptimizer):
@@ -220,7 +254,7 @@ class Adafactor(ShardedOptimizer):
             (grad,) = local_shards([param.grad])
             if "variance" in state:
                 variance = local_shard(state["variance"])
-                variance.lerp_(grad.square(), one_minus_beta)
+                self.assign(variance, variance.lerp(grad.square(), one_minus_beta))
             else:
                 variance = self._matrix_variance(param, grad, state, one_minus_beta, group["eps1"])
             update = variance.clamp(min=group["eps1"] ** 2).rsqrt_()
@@ -233,7 +267,7 @@ class Adafactor(ShardedOptimizer):
             root = params[i].numel() ** 0.5  # RMS = norm / root
             factor = (weight_norms[i] / root).clamp(min=group["eps2"])
             factor /= (update_norms[i] / (root * group["d"])).clamp(min=1)
-            weight.mul_(decay).addcmul_(update, factor, value=-lr)
+            self.assign(weight, weight.mul(decay).addcmul_(update, factor, value=-lr))
 
     def _matrix_variance(
         self,
@@ -249,7 +283,7 @@ class Adafactor(ShardedOptimizer):
         for dim, mean in ((1, row), (0, column)):
             square = torch.linalg.vector_norm(grad, dim=dim, keepdim=True).square()
             reduce_over_shards([square], [param], dim)
-            mean.lerp_(square / param.shape[dim], one_minus_beta)
+            self.assign(mean, mean.lerp(square / param.shape[dim], one_minus_beta))
         total = row.sum()
         reduce_over_shards([total], [param], 0)
         mean_of_rows = total / param.shape[0]
@@ -282,25 +316,34 @@ class SM3(ShardedOptimizer):
         for param, state in zip(params, states, strict=True):
             weight, grad = local_shards((param, param.grad))
             if "sum" in state:
-                bound = local_shard(state["sum"]).addcmul_(grad, grad)
+                bound = local_shard(state["sum"])
+                self.assign(bound, bound.addcmul(grad, grad))
             else:
                 row = local_shard(state["row_max"])  # (rows, 1)
                 column = local_shard(state["col_max"])  # (1, columns)
                 bound = torch.minimum(row, column).addcmul_(grad, grad)
-                row.copy_(bound.amax(1, keepdim=True))
+                new_row = bound.amax(1, keepdim=True)
+                new_column = column.clone()
                 if len(bound):  # a rank without rows keeps the old bound, which never falls
-                    column.copy_(bound.amax(0, keepdim=True))
-                reduce_over_shards([row], [param], 1, dist.ReduceOp.MAX)
-                reduce_over_shards([column], [param], 0, dist.ReduceOp.MAX)
+                    new_column = bound.amax(0, keepdim=True)
+                reduce_over_shards([new_row], [param], 1, dist.ReduceOp.MAX)
+                reduce_over_shards([new_column], [param], 0, dist.ReduceOp.MAX)
+                self.assign(row, new_row)
+                self.assign(column, new_column)
             tiny = torch.finfo(bound.dtype).tiny  # makes 0 / √0 zero
             update = grad * bound.clamp(min=tiny).rsqrt()
             if momentum:
-                update = local_shard(state["exp_avg"]).lerp_(update, 1 - momentum)
-            weight.mul_(decay).add_(update, alpha=-lr)
+                mean = local_shard(state["exp_avg"])
+                self.assign(mean, mean.lerp(update, 1 - momentum))
+                update = mean
+            self.assign(weight, weight.mul(decay).add_(update, alpha=-lr))
 
 
 class Rprop(torch.optim.Rprop):
-    """torch's Rprop on local shards: its operations have no sharding rules."""
+    """torch's Rprop on local shards: its operations have no sharding rules.
+
+    It does not read `found_inf`: the host skips the step.
+    """
 
     def __init__(
         self, params: Any, lr: float, etas: Pair = (0.5, 1.2), step_sizes: Pair = (1e-6, 50.0)

@@ -27,7 +27,6 @@ from fms_fsdp.config import OptimConfig, Precision
 from fms_fsdp.config.values import joined
 from fms_fsdp.data.permute import derive_key, hash64
 from fms_fsdp.distributed.dtensor import Tensors, local_shard, local_shards, shard_slices
-from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.sharded_optimizers import Group, Pair, ShardedOptimizer, State
@@ -115,16 +114,13 @@ class RoundedAdamW(ShardedOptimizer):
 
     Every operation rounds once, so results do not depend on the sharding. `names` maps names to
     parameters. With `compiled` the update of a parameter is one kernel. Like torch's fused
-    optimizers it divides gradients by `grad_scale`, and changes nothing if `found_inf` is set, on
-    the device; the step count is corrected when the next step begins.
+    optimizers it divides gradients by `grad_scale`, on the device.
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
     _step_supports_amp_scaling = True  # torch's name for: reads these two on the device
-    found_inf: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None
-    _last_found_inf: HostCopy | None = None
 
     def __init__(
         self,
@@ -151,23 +147,6 @@ class RoundedAdamW(ShardedOptimizer):
     def init_state(self, param: torch.Tensor, group: Group) -> State:
         return {name: torch.zeros_like(param, dtype=self._dtype) for name in self.state_names}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._correct_step_count()
-        super().step()
-        self._last_found_inf = None if self.found_inf is None else HostCopy(self.found_inf)
-
-    def state_dict(self) -> dict[str, Any]:
-        self._correct_step_count()
-        return super().state_dict()
-
-    def _correct_step_count(self) -> None:
-        """Subtracts the last step from the count if it was skipped; its flag is ready, so nothing waits."""
-        last = self._last_found_inf
-        self._last_found_inf = None
-        if last is not None and last.read():
-            for state in self.state.values():
-                state["step"] -= 1
-
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:
         beta1, beta2 = group["betas"]
         lr = group["lr"]
@@ -181,8 +160,8 @@ class RoundedAdamW(ShardedOptimizer):
         ]
         device = local_shard(params[0]).device
         moves, skips = torch.tensor(scalars, dtype=torch.float32).to(device, non_blocking=True)
-        if self.found_inf is not None:
-            moves = torch.where(self.found_inf > 0, skips, moves)
+        if self._is_skipped is not None:
+            moves = torch.where(self._is_skipped, skips, moves)
         numbers = [number.clone() for number in moves]
         if self.grad_scale is not None:
             numbers.append(self.grad_scale)

@@ -83,6 +83,13 @@ def check_layout(
             f"--seq_length={length} must be divisible by {unit} (because of --cp_size, --tp_size); "
             f"closest valid values: {below}, {above}"
         )
+    drops_shards = model.attn_dropout > 0 or model.ffn_dropout > 0
+    if tp > 1 and drops_shards and not dims.sequence_parallel:
+        raise UserError(
+            f"--sequence_parallel=False is not supported with --attn_dropout={model.attn_dropout:g} "
+            f"--ffn_dropout={model.ffn_dropout:g}: ranks of tp would drop the same places of "
+            "different heads and columns; remove it, or set both to 0"
+        )
     if pp > 1:
         _check_pipeline(section, model.num_layers, dims, batch, is_compiled)
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fms_fsdp.config import Precision
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.models.token_sums import LayerNorm, layer_norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -129,15 +130,16 @@ class _RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class _LayerNorm(nn.LayerNorm):
+class _LayerNorm(LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(input.dtype)
         bias = self.bias.to(input.dtype)
-        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 _CASTING: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: _Linear,
     nn.RMSNorm: _RMSNorm,
     nn.LayerNorm: _LayerNorm,
+    LayerNorm: _LayerNorm,
 }

@@ -14,6 +14,7 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import restarts_in_agent_store
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import free_bytes
+from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.stop import job_end
 
@@ -68,10 +69,6 @@ def _check_device(cfg: TrainConfig, dims: ParallelDims, *, is_gpu: bool, is_comp
         raise UserError("--dist_backend=gloo cannot reduce gradients on GPUs; use nccl")
     if is_gpu and attn_impl in ("flash", "cudnn") and cfg.precision.named == "fp32":
         raise UserError(f"--attn_impl={attn_impl} requires 16 bits; use --precision=bf16")
-    if not is_gpu and attn_impl == "flash" and cfg.model.attn_dropout:
-        raise UserError(
-            "--attn_impl=flash has no dropout on CPUs; use auto, or set --attn_dropout=0"
-        )
     if not is_gpu:
         gpu_flags = {
             f"--attn_impl={attn_impl}": attn_impl in ("cudnn", "efficient"),
@@ -80,6 +77,32 @@ def _check_device(cfg: TrainConfig, dims: ParallelDims, *, is_gpu: bool, is_comp
         }
         for flag in (flag for flag, is_on in gpu_flags.items() if is_on):
             raise UserError(f"{flag} requires a GPU; remove it")
+
+
+def check_attention(cfg: TrainConfig, model: TransformerConfig, device_type: str) -> None:
+    """Raises UserError for a flag of attention that this shape does not support."""
+    is_flash = model.attn_impl == "flash"
+    if is_flash and device_type == "cpu" and model.attn_dropout:
+        raise UserError(
+            "--attn_impl=flash has no dropout on CPUs; use auto, or set --attn_dropout=0"
+        )
+    if is_flash and device_type == "cuda" and model.pos_emb == "alibi":
+        raise UserError(
+            "--attn_impl=flash is not supported with --pos_emb=alibi: it takes no bias; use "
+            "--attn_impl=auto"
+        )
+    is_masked = bool(model.attn_window) or cfg.data.document_mask
+    if is_flash and device_type == "cuda" and model.attn_dropout and is_masked:
+        raise UserError(
+            f"--attn_impl=flash is not supported with --attn_dropout={model.attn_dropout:g} and "
+            "--attn_window or --document_mask: it takes no mask; use --attn_impl=auto"
+        )
+    if "attention" in cfg.parallel.recompute_ops and model.attn_dropout:
+        raise UserError(
+            f"--recompute_ops=attention is not supported with --attn_dropout={model.attn_dropout:g}, "
+            "whose mask only recomputed attention repeats; use "
+            "--recompute_ops=every_second_matmul, or set --attn_dropout=0"
+        )
 
 
 def _check_ranking(cfg: TrainConfig) -> None:

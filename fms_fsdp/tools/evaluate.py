@@ -41,7 +41,7 @@ from fms_fsdp.distributed.runtime import (
 from fms_fsdp.errors import RunFailed, UserError, is_installed
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.files import finite_json
-from fms_fsdp.generate import TextModel, encode_texts, read_lines
+from fms_fsdp.generate import TextModel, check_logits, encode_texts, read_lines
 from fms_fsdp.hf.export import ExportConfig
 from fms_fsdp.hf.export import main as export
 from fms_fsdp.hf.trained import Trained, open_trained, trained
@@ -213,6 +213,7 @@ def evaluate_held_out(
 ) -> tuple[_Subject, Values, str]:
     """Returns the evaluated model, the values on held-out data, and a table (collective)."""
     cfg = _eval_settings(config, subject.config)
+    shape = _shape_of_evaluation(subject, cfg.data.seq_length)
     used = subject.trained.used_tokenizer(f"--path={subject.path}")
     found = scan_held_out(cfg.eval, cfg.data, None, vocab_size=subject.model.vocab_size, used=used)
     sources = open_held_out(cfg.eval, found, subject.eval_batch)
@@ -229,9 +230,8 @@ def evaluate_held_out(
     if checkpoint is not None:
         subject = _subject_of(checkpoint)
     mesh = Mesh(dims, world.rank, device.type, collective_timeout(parallel))
-    max_seq_len = max(subject.model.max_seq_len, cfg.data.seq_length)
     model = parallelize(
-        replace(subject.model, max_seq_len=max_seq_len),
+        shape,
         parallel,
         mesh,
         device=device,
@@ -266,6 +266,22 @@ def evaluate_held_out(
         rows.append((name, str(counts[name]), loss, perplexity, bits))
     head = ("source", "sequences", "loss", "perplexity", "bits/byte")
     return subject, values, table(head, rows)
+
+
+def _shape_of_evaluation(subject: _Subject, seq_length: int) -> TransformerConfig:
+    """Returns the model's shape with positions for these sequences, and attention for any machine.
+
+    Raises:
+        UserError: its learned positions are too few.
+    """
+    shape = subject.model
+    if shape.pos_emb == "learned" and shape.max_seq_len < seq_length:
+        raise UserError(
+            f"--seq_length={seq_length} must be at most the {shape.max_seq_len} learned positions of "
+            f"--path={subject.path}; set --seq_length={shape.max_seq_len} or less"
+        )
+    max_seq_len = max(shape.max_seq_len, seq_length)
+    return replace(shape, max_seq_len=max_seq_len, attn_impl="auto")
 
 
 def _load(
@@ -392,6 +408,9 @@ def choice_scores(loaded: TextModel, prompt: str, choices: Sequence[str]) -> lis
 
     White space at the end of the prompt belongs to the choices, and tokens count from where the
     text parts from the prompt's tokens.
+
+    Raises:
+        UserError: a question is too long, or a logit is not finite.
     """
     model, tokenizer, rules = loaded
     assert tokenizer is not None
@@ -407,6 +426,7 @@ def choice_scores(loaded: TextModel, prompt: str, choices: Sequence[str]) -> lis
     for row in rows:
         start = len(os.path.commonprefix([given, row]))
         logits: Any = model(torch.tensor([row[:-1]], device=model.rope.device))
+        check_logits(logits)
         logp_SV = logits[0].float().log_softmax(-1)
         labels = torch.tensor(row[1:], device=logp_SV.device)
         scores.append(float(logp_SV.gather(1, labels[:, None])[start - 1 :].sum()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import BatchPlan, LogConfig, TrainConfig
+from fms_fsdp.config import BatchPlan, LogConfig, OptimConfig, TrainConfig
 from fms_fsdp.data.batch import empty_batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
@@ -83,6 +85,26 @@ def test_rates_and_mfu_are_per_device(
     assert state.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
     assert state.samples_seen == 5 * 24
     metrics.close()
+
+
+def test_zero_gradients_are_of_the_same_step(tmp_path: Path) -> None:
+    """A step that the host skips has none; it had those of the step before."""
+    log = LogConfig(output_dir=str(tmp_path), trackers=("none",), log_num_zeros=True)
+    cfg = TrainConfig(log=replace(log, report_interval=1), optim=OptimConfig(optimizer="sgd"))
+    model, mesh = Llama(VARIANTS["tiny"]), Mesh(ParallelDims("none"), 0, "cpu")
+    optimizers = build_optimizers(cfg.optim, model)
+    state = TrainState(model, optimizers, SimpleNamespace(consumption=dict), 10)  # type: ignore[arg-type]
+    cpu = torch.device("cpu")
+    logger = MetricLogger(resolved(cfg), cpu, mesh, state, 1, PhaseTimer(cpu), LaunchPhases())
+    result: Any = SimpleNamespace(loss_scale=None)
+    found = []
+    for norm in (1.0, math.nan):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizers.step(lambda base: base, torch.tensor(norm))
+        found.append(logger._replicated(result))
+    assert found == [{"grad_zeros": sum(p.numel() for p in model.parameters())}, {}]
+    logger.close()
 
 
 def test_many_sources_are_in_every_tenth_report(tmp_path: Path) -> None:

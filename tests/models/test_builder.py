@@ -11,12 +11,17 @@ import pytest
 import torch
 
 import fms_fsdp
+from fms_fsdp.config import BF16, ParallelConfig
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.generate import _allocate
 from fms_fsdp.hf.config import find_family
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import FeedForward, Llama
 from fms_fsdp.models.variants import VARIANTS
+from fms_fsdp.parallel.parallelize import parallelize
 from tests.cli import ROOT, TINY, run, trained
 
 
@@ -35,6 +40,36 @@ def test_parameters_of_custom_model_are_counted() -> None:
     assert num_params(config) == num_params(VARIANTS["tiny"]) + 2 * 20
     with pytest.raises(ValueError, match="--model_builder=tests.models.test_builder:Wide"):
         find_family(config)
+
+
+class Gain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.full((3,), 0.5), persistent=False)
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+
+def with_buffers(config: TransformerConfig) -> Llama:
+    model = Llama(config)
+    first = Gain()
+    for block in model.blocks.values():
+        block.extra = Gain()
+        block.extra.gain = first.gain  # one buffer of several modules
+    return model
+
+
+@pytest.mark.parametrize("low_cpu_fsdp", [False, True])
+def test_buffers_have_the_values_of_the_builder(low_cpu_fsdp: bool) -> None:
+    config = replace(VARIANTS["tiny"], model_builder=f"{__name__}:with_buffers")
+    cpu = torch.device("cpu")
+    section = ParallelConfig(recompute="blocks", low_cpu_fsdp=low_cpu_fsdp)
+    mesh = Mesh(ParallelDims("none"), 0, "cpu")
+    trained = parallelize(config, section, mesh, device=cpu, precision=BF16, seed=1)
+    for model in (trained, _allocate(config, "cpu")):
+        gains = dict(model.named_buffers(remove_duplicate=False))
+        assert len(gains) == config.num_layers
+        assert all(gain.tolist() == [0.5] * 3 for gain in gains.values())
+        assert all(parameter.device == cpu for parameter in model.parameters())
 
 
 @pytest.mark.slow

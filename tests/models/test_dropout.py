@@ -11,6 +11,7 @@ from fms_fsdp.config import ParallelConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.parallel import activation_checkpointing
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
 from fms_fsdp.train import seed_dropout
 from tests.models.test_families import build, labelled
@@ -39,6 +40,37 @@ def test_seed_and_recomputation_repeat_the_masks(rates: dict[str, float], segmen
     one = gradients(1, 0)
     torch.testing.assert_close(gradients(1, segment), one, rtol=0, atol=0)
     assert not torch.equal(gradients(2, 0)[0], one[0])
+
+
+@torch.library.custom_op("fms_fsdp_tests::attention_with_dropout", mutates_args=())
+def attention_with_dropout(v: torch.Tensor) -> list[torch.Tensor]:
+    """Draws from the generator in one operation, as the flash kernel of a GPU does."""
+    mask = torch.rand_like(v) > 0.2
+    return [v * mask, mask.to(v.dtype)]
+
+
+attention_with_dropout.register_autograd(
+    lambda ctx, grads: grads[0] * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+def test_kept_operations_repeat_later_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    operation = torch.ops.fms_fsdp_tests.attention_with_dropout.default
+    monkeypatch.setattr(activation_checkpointing, "ATTENTION", {operation})
+
+    def gradients(recompute: str) -> list[torch.Tensor]:
+        model = build(replace(BASE, num_kv_heads=4, **TOGETHER))
+        for block in model.blocks.values():
+            block.attention.attend = lambda q, k, v, mask, dropout: operation(v)[0]
+        section = ParallelConfig(recompute=recompute)
+        apply_activation_checkpointing(model, section, compiled=False)
+        seed_dropout(1, 1, Mesh(ParallelDims("none"), 0, "cpu"))
+        loss, _ = model(*labelled(BASE))
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.testing.assert_close(gradients("ops"), gradients("blocks"), rtol=0, atol=0)
 
 
 def test_evaluation_has_no_dropout() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fms_fsdp.config import BF16
 from fms_fsdp.models import attention as attention_module
@@ -100,6 +101,22 @@ def test_attention_backends_agree(attn_impl: str) -> None:
     torch.testing.assert_close(
         build(replace(BASE, attn_impl=attn_impl))(tokens), build(BASE)(tokens), rtol=1e-5, atol=1e-5
     )
+
+
+def test_flash_kernel_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's takes none, and CPU's does."""
+    chosen = []
+
+    def choose(backend: SDPBackend) -> Any:
+        chosen.append(backend)
+        return sdpa_kernel(backend)
+
+    monkeypatch.setattr(attention_module, "sdpa_kernel", choose)
+    tokens, _ = labelled(BASE)
+    build(replace(BASE, attn_impl="flash", attn_window=8))(tokens)
+    assert not chosen
+    build(replace(BASE, attn_impl="flash"))(tokens)
+    assert set(chosen) == {SDPBackend.FLASH_ATTENTION}
 
 
 def test_stages_equal_the_whole_model() -> None:

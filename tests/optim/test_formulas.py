@@ -13,6 +13,7 @@ from torch import nn
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.optim import OPTIMIZERS
 from fms_fsdp.optim.optimizers import build_optimizers
+from fms_fsdp.optim.sharded_optimizers import Madgrad
 
 STEPS, RATE, DECAY, EPS, BETAS = 12, 1e-2, 0.1, 1e-8, (0.9, 0.95)
 Step = Callable[[int, float, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
@@ -153,7 +154,7 @@ def madgrad(
     kept["s"] = kept.get("s", 0.0 * g) + rate * math.sqrt(step) * g
     kept["nu"] = kept.get("nu", 0.0 * g) + rate * math.sqrt(step) * g**2
     z = first - kept["s"] / (kept["nu"] ** (1 / 3) + EPS)
-    return 0.9 * w * (1 - rate * DECAY if w.ndim > 1 else 1.0) + 0.1 * z
+    return 0.9 * w + 0.1 * z - (rate * DECAY * w if w.ndim > 1 else 0.0)
 
 
 def sm3(
@@ -194,3 +195,14 @@ def test_optimizers_equal_their_papers_formulas(reference: Step) -> None:
 def test_references_cover_every_optimizer() -> None:
     covered = {given[0] for given in TORCH} | {"muon", "lamb", "novograd", "madgrad", "sm3"}
     assert covered == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("momentum", "expected"), [(0.0, 0.99**100), (0.9, 0.9091)])
+def test_madgrad_decay_does_not_depend_on_gradient(momentum: float, expected: float) -> None:
+    """As with decouple_decay=True of the authors; weights had stayed 1 without momentum."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Madgrad([weight], lr=0.1, eps=1e-6, weight_decay=0.1, momentum=momentum)
+    for _ in range(100):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    torch.testing.assert_close(weight.data, torch.full((2, 2), expected), rtol=1e-4, atol=0)

@@ -40,6 +40,8 @@ class Blocks(nn.Module):
 
 
 def everything(model: nn.Module, optimizers: Optimizers) -> list[torch.Tensor]:
+    for part in optimizers.optimizers:
+        part.state_dict()  # corrects the count of a step that was skipped on the device
     states = [kept for part in optimizers.optimizers for kept in part.state.values()]
     values = [value for kept in states for value in kept.values()]
     return [tensor.detach().clone() for tensor in [*model.parameters(), *values]]

@@ -44,7 +44,7 @@ def test_cosine_equals_its_formula_to_the_bit() -> None:
     def formula(step: int, base: float, warmup: int, steps: int, least: float) -> float:
         if step < warmup:
             return base * step / warmup
-        if step >= steps:
+        if step >= steps and step > warmup:
             return base * least
         progress = (step - warmup) / max(1, steps - warmup)
         return base * (least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress)))
@@ -94,6 +94,8 @@ def test_cosine_equals_its_formula_to_the_bit() -> None:
             {5: 1.0, 10: 2.0, 35: 1.1, 60: 0.2, 110: 0.2},
         ),
         (dict(warmup="400tokens", lr_decay="60"), {35: 1.1, 60: 0.2}),
+        (dict(warmup="110"), {55: 1.0, 109: 2.0 * 109 / 110, 110: 2.0}),
+        (dict(warmup="60", constant_steps=50), {60: 2.0, 61: 0.2, 110: 0.2}),
         (dict(warmup="0"), {1: 2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 110)))}),
     ],
 )

@@ -81,6 +81,10 @@ def check(world: int = 8, batch_size: int = 2, shape: Any = None, **flags: Any) 
             dict(pp_size=2, pp_schedule="zbv", use_torch_compile=True, batch_size=4),
             r"--pp_schedule=zbv splits backward passes, which compiled blocks cannot",
         ),
+        (  # heads of different ranks had the same mask
+            dict(tp_size=2, sequence_parallel=False, shape=dict(attn_dropout=0.1)),
+            "--sequence_parallel=False is not supported with --attn_dropout=0.1",
+        ),
         (  # died in the first step
             dict(pp_size=2, pp_schedule="zbv", recompute="ops", batch_size=4),
             "--recompute=.*zbv|zbv.*--recompute=",
@@ -108,6 +112,8 @@ def test_zbv_requires_a_recent_torch(
     [
         dict(tp_size=8),  # key/value heads are copied
         dict(tp_size=4, cp_size=2),
+        dict(tp_size=2, sequence_parallel=False, shape=dict(dropout=0.1)),
+        dict(tp_size=2, shape=dict(attn_dropout=0.1, ffn_dropout=0.1)),
         dict(cp_size=8, tp_size=1, cp_method="gather"),
         dict(cp_size=4, sharding_strategy="hsdp", hsdp_shard_size=1),
         dict(pp_size=4, batch_size=4),

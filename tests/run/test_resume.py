@@ -368,6 +368,8 @@ def test_decay_of_wsd_moves_until_begun() -> None:
     flags = ["--lr_schedule=wsd", "--warmup=0.05"]
     first = launch_of(flags, 1000)
     assert launch_of(flags, 2000, resume_of(first)).milestones == Milestones(False, 50, 1800, 2000)
+    # The last 61 steps would have begun at 549, and it is step 600.
+    assert launch_of(flags, 610, resume_of(first)).milestones == Milestones(False, 50, 600, 610)
     begun = replace(first, milestones=Milestones(False, 50, 590, 1000))
     assert launch_of(flags, 2000, resume_of(begun)).milestones == begun.milestones
     shorter = launch_of(flags, 700, resume_of(begun))

@@ -99,6 +99,18 @@ def test_distillation_loss_equals_plain_torch(
     torch.testing.assert_close(torch.autograd.grad(loss, (h, head)), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_failed_pass_leaves_no_teacher_output() -> None:
+    model, teacher = build_model(SHAPE), build_model(SHAPE)
+    distill(model, teacher, 0.5, 1.0)
+    tokens = torch.arange(48).view(1, 48)
+    assert len(model(tokens, tokens)) == 3
+    fail = model.blocks["1"].register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens, tokens)
+    fail.remove()
+    assert len(model.eval()(tokens, tokens)) == 2
+
+
 def test_gradient_uses_the_loss_scale() -> None:
     torch.manual_seed(0)
     theirs, their_head = torch.randn(64, 16), torch.randn(99, 16)
