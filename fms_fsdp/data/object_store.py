@@ -182,6 +182,8 @@ class PageCache:
         with tempfile.TemporaryFile(buffering=0) as file:
             self._file = LocalFile(os.dup(file.fileno()))
         self._slots: OrderedDict[Page, int] = OrderedDict()
+        self._free_slots = list[int]()  # of pages that could not be written
+        self._has_warned = False
         self._coming: dict[Page, Future[bytes]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(16, "storage")
@@ -213,13 +215,37 @@ class PageCache:
         try:
             data = self._fetch(*page)
             with self._lock:
-                slot = len(self._slots)
-                if slot >= self.num_pages:
-                    _, slot = self._slots.popitem(last=False)
-                os.pwrite(self._file.descriptor, data, slot * PAGE)
-                self._slots[page] = slot
                 self.num_fetched += 1
+                self._store(page, data)
             return data
         finally:
             with self._lock:
                 self._coming.pop(page, None)
+
+    def _store(self, page: Page, data: bytes) -> None:
+        """Writes a page to the temporary file. If that fails, the page is fetched again when it is
+        read again. The caller holds the lock."""
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        elif len(self._slots) < self.num_pages:
+            slot = len(self._slots)
+        else:
+            _, slot = self._slots.popitem(last=False)
+        reason = "the file system is full"
+        try:
+            num_written = os.pwrite(self._file.descriptor, data, slot * PAGE)
+        except OSError as error:
+            num_written = 0
+            reason = str(error.strerror)
+        if num_written == len(data):
+            self._slots[page] = slot
+            return
+        self._free_slots.append(slot)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the page cache in %s cannot be written (%s), so pages are fetched again; free disk "
+                "space, or set TMPDIR to another folder",
+                tempfile.gettempdir(),
+                reason,
+            )

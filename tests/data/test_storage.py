@@ -243,6 +243,32 @@ def test_prefetched_pages_are_read_once(open_flaky: Callable[[Flaky], Storage]) 
     assert store.num_reads == 9
 
 
+def test_failed_cache_writes_lose_no_page(
+    open_flaky: Callable[[Flaky], Storage],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(object_store, "CACHE_BYTES", 16 * PAGE)
+    rng, pwrite = np.random.default_rng(1), os.pwrite
+
+    def failing(descriptor: int, data: bytes, offset: int) -> int:
+        match rng.integers(4):
+            case 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            case 1:
+                return pwrite(descriptor, data[: len(data) // 2], offset)
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(object_store.os, "pwrite", failing)
+    store = Flaky(40 * PAGE + 77)
+    files = open_flaky(store)
+    for number in rng.integers(0, 40, 200).tolist():
+        files.prefetch("a/b", [((number + 1) * PAGE, (number + 1) * PAGE + 1)])
+        start = number * PAGE + 9
+        assert files.read("a/b", PAGE, start) == store.data[start : start + PAGE]
+    assert caplog.text.count("the page cache in") == 1
+
+
 def test_failed_reads_are_retried_and_named(
     open_flaky: Callable[[Flaky], Storage], caplog: pytest.LogCaptureFixture
 ) -> None:
