@@ -86,8 +86,9 @@ class Stream(Protocol):
             UserError: the state is of other data.
         """
 
-    def begin_after(self, step: int) -> None:
-        """Makes step + 1 the first step of the data, none of which has been seen."""
+    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen. A batch ramp
+        continues after the `samples_seen` sequences of the steps before."""
 
     def close(self) -> None:
         """Ends threads and closes files."""
@@ -160,9 +161,11 @@ class TokenStream:
                 source, corpus.storage, self._shards, corpus.sep_token, self.vocab_size, *masks
             )
 
-    def begin_after(self, step: int) -> None:
-        """Makes step + 1 the first step of the data, none of which has been seen."""
-        self._continue(History([replace(self._wanted, after=step)]), {}, step)
+    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen. A batch ramp
+        continues after the `samples_seen` sequences of the steps before."""
+        first = replace(self._wanted, after=step, seen=samples_seen)
+        self._continue(History([first]), {}, step)
 
     def next_batch(self) -> Batch:
         """Returns the sequences of the next step and counts the step as consumed.
