@@ -271,6 +271,31 @@ def test_rows_of_arrow_file_are_documents(tmp_path: Path, make: Callable[..., An
         read_all(path)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_named(tmp_path: Path, encoding: str) -> None:
+    for name, body in (("x.jsonl", '{"text": "да."}\n' * 9), ("x.json", '[{"text": "да."}]')):
+        (tmp_path / name).write_text(body, encoding=encoding)
+        for slice_bytes in (20, 1 << 20):
+            with pytest.raises(ValueError, match=rf"{name} must be UTF-8.*iconv -f UTF-16"):
+                read_all(tmp_path / name, slice_bytes)
+
+
+def test_text_in_utf16_is_skipped_and_named(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("да", encoding="utf-16")
+    (problem,) = problems(read_all(tmp_path))
+    assert "iconv -f UTF-16" in problem.reason and not problem.malformed
+
+
+def test_lines_are_decoded_as_utf8_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    line = '{"text": "да."}'
+    other = [line.encode("utf-16-le"), line.encode("utf-16-be")]
+    path.write_bytes(b"\n".join([line.encode(), *other, b"\xef\xbb\xbf" + line.encode()]))
+    records = read_all(path)
+    assert texts(records) == ["да.", "да."]  # files with a mark may have been joined
+    assert [problem.reason for problem in problems(records)] == ["not JSON", "not JSON"]
+
+
 def test_first_character_tells_array_from_lines(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     missing = "key 'text' is missing or empty"
