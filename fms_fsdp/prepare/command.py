@@ -50,6 +50,7 @@ _TRAINING_OPTIONS = (
     "vocab_size tokenizer_type tokenizer_sample_mb text_key text_separator limit_docs"
 )
 _SENTENCE_CHARS = 2048  # sentencepiece trains on parts of documents
+_SPACE = "\u2581"  # of sentencepiece
 _TRAINING_THREADS = 4  # fixed, because the trained model depends on it
 
 
@@ -228,6 +229,8 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         raise UserError(
             "--tokenizer is missing; set byte, a model file or a folder, or --train_tokenizer"
         )
+    if _SPACE in tokenizer.decode(tokenizer.encode(["a b"])[0]):
+        note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
     vocabulary = tokenizer.vocabulary
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
     check_plans(output, sources, plans, config.overwrite)
@@ -310,6 +313,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             model_type=model_type,
             byte_fallback=True,
             character_coverage=0.9999,
+            required_chars=_SPACE,  # its own mark for a space is not spelled in bytes of the space
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.shards import NO_LOSS
@@ -62,6 +63,29 @@ def test_trained_model_round_trips_text(model_type: str, source_code: list[str])
     assert sum(map(len, encoded)) < sum(lengths) / 1.5
     assert [int(tokenizer.token_bytes()[ids].sum()) for ids in encoded] == lengths
     assert tokenizer.decode(tokenizer.encode(["a▁b"])[0]) == "a b"  # the one exception
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_tokenizer_of_text_without_spaces_keeps_them(model_type: str) -> None:
+    texts = ["一二三四五六七八九十" * 20] * 20
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, 270, model_type), "test")
+    (ids,) = tokenizer.encode(["一 是  a"])
+    assert tokenizer.decode(ids) == "一 是  a"
+    assert tokenizer.token_bytes()[ids].sum() == len("一 是  a".encode())
+
+
+def test_tokenizer_that_replaces_spaces_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.txt").write_text("一 二")
+    options = {"model_type": "bpe", "byte_fallback": True, "minloglevel": 3, "vocab_size": 262}
+    options |= {"normalization_rule_name": "identity", "add_dummy_prefix": False}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["一二"] * 9), model_prefix=str(tmp_path / "sp"), **options
+    )
+    flags = (f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out")
+    main(["prepare", f"--input=s={tmp_path}/x.txt", *flags])
+    assert "has no piece for the space" in capsys.readouterr().err
 
 
 def test_tokenizer_of_documentation_round_trips_code(source_code: list[str]) -> None:
