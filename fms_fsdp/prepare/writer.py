@@ -4,7 +4,7 @@
     OUT/meta/                         counts.csv, summary.json, tokenizer.json
     OUT/validation/, OUT/test/        data folders of their own with the same sources
     OUT/.partial/SOURCE/SPLIT/…       shards of a source in progress
-    OUT/meta/prepare/SOURCE/          its journal: plan.json, slice-N.json
+    OUT/meta/prepare/SOURCE/          its journal: plan.json, slice-N.json; replaced.json for a while
 
 A source folder appears complete or not at all, a journal entry is written after its shards, and the
 counts file is written last: so a command that was killed resumes when it is run again.
@@ -50,6 +50,7 @@ from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 SPLITS = ("train", "validation", "test")
 MAX_BATCH_DOCUMENTS = 65_536
 MAX_BATCH_TOKENS = 1 << 22
+_REPLACED = "replaced.json"  # in a journal: the splits that its source had before --overwrite
 _SHOWN_BAD = 5
 _NOUNS = ("binary file", "blank line", "duplicate", "empty document")  # reasons to count
 
@@ -301,6 +302,26 @@ class PreparedSource:
         listing = [(file.name, file.size, file.mtime_ns) for file in self.files]
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 
+    def own_splits(self) -> set[str]:
+        """Returns the splits whose folder in the output is this source's, also of replaced plans."""
+        entries = map(_read_entry, sorted(self.journal.glob("slice-*.json")))
+        return splits_of(entries) | self._replaced_splits()
+
+    def _replaced_splits(self) -> set[str]:
+        path = self.journal / _REPLACED
+        return set(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else set()
+
+    def start_over(self, plan: dict[str, Any]) -> None:
+        """Begins a journal with this plan; the shards of the old one stay until `publish`."""
+        own = self.own_splits()
+        if own:
+            write_json(self.journal / _REPLACED, sorted(own))
+        for path in self.journal.glob("*"):
+            if path.name != _REPLACED:
+                path.unlink()
+        shutil.rmtree(self.partial, ignore_errors=True)
+        write_json(self.journal / "plan.json", plan)
+
     def finished(self) -> dict[int, SliceResult]:
         """Returns the journal entries whose shards exist; none if a published part lost a shard."""
         results = {}
@@ -328,18 +349,19 @@ class PreparedSource:
         for pattern in ("hashes-*.npy", "duplicates-*.npy", ".*.tmp"):
             for path in self.journal.glob(pattern):
                 path.unlink()
-        if not self.partial.is_dir():
-            return
-        for split in SPLITS:
-            made = self.partial / split
-            final = self.final(split)
-            if split in splits and not made.is_dir():
-                continue  # published before the interruption
-            shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
-            if split in splits:
+        if self.partial.is_dir():
+            for split in self._replaced_splits() - splits:
+                shutil.rmtree(self.final(split), ignore_errors=True)
+            for split in SPLITS:
+                made = self.partial / split
+                if split not in splits or not made.is_dir():
+                    continue  # not made, or published before the interruption
+                final = self.final(split)
+                shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
                 final.parent.mkdir(parents=True, exist_ok=True)
                 made.rename(final)
-        shutil.rmtree(self.partial)
+            shutil.rmtree(self.partial)
+        (self.journal / _REPLACED).unlink(missing_ok=True)
 
 
 def splits_of(results: Iterable[SliceResult]) -> set[str]:
@@ -414,6 +436,15 @@ def check_plans(
             )
     for source, plan in zip(sources, plans, strict=True):
         old = known.get(source.name)
+        own = source.own_splits()
+        for split, ratio in zip(SPLITS, plan["split"], strict=False):
+            folder = source.final(split)
+            if split == SPLITS[0] or split in own or not ratio or not folder.exists():
+                continue
+            raise UserError(
+                f"--output={output} has a folder {split}/{source.name} that this source did not "
+                "make; remove it, or choose another name or folder"
+            )
         if overwrite or old == plan:
             continue
         if old is not None:
@@ -425,9 +456,7 @@ def check_plans(
             raise UserError(f"--output={output} {rule}; choose another name or folder")
     for source, plan in zip(sources, plans, strict=True):
         if known.get(source.name) != plan:
-            shutil.rmtree(source.journal, ignore_errors=True)
-            shutil.rmtree(source.partial, ignore_errors=True)
-            write_json(source.journal / "plan.json", plan)
+            source.start_over(plan)
 
 
 def publish(
@@ -495,6 +524,8 @@ def _write_counts(output: Path) -> None:
     for split in reversed(SPLITS):
         folder = output if split == SPLITS[0] else output / split
         path = folder / "meta" / "counts.csv"
+        if split != SPLITS[0] and (folder / "meta" / "prepare").is_dir():
+            continue  # the output of another call, which wrote the counts of its sources
         if rows[split] or path.exists():
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")
