@@ -169,11 +169,26 @@ def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> Prepared
     for path in paths:
         is_file = os.path.isfile(os.path.expanduser(path))
         files += find_files(path, () if is_file else PATTERNS, output=config.folder)
+    read = list[InputFile]()  # the shards depend on the partners, too
     for index, file in enumerate(unique_files(files)):
+        read += [file, *_partner(file)]
         ids = _ids_path(file.path)
         num_bytes = os.path.getsize(ids) if os.path.isfile(ids) else 0
         slices.append(Slice(index, (Part(file.path, 0, file.size, num_bytes),)))
-    return PreparedSource(name, unique_files(files), tuple(slices), config.folder)
+    return PreparedSource(name, tuple(read), tuple(slices), config.folder)
+
+
+def _partner(file: InputFile) -> list[InputFile]:
+    """Returns the .bin of an .idx or the .index of a .ds; [] if it is missing, or of another
+    format."""
+    suffix = os.path.splitext(file.path)[1]
+    if suffix not in (".idx", ".ds"):
+        return []
+    path = _ids_path(file.path) if suffix == ".idx" else f"{file.path}.index"
+    if not os.path.isfile(path):
+        return []
+    stat = os.stat(path)
+    return [InputFile(path, f"{file.name} partner", stat.st_size, stat.st_mtime_ns)]
 
 
 def _has_masks(path: str) -> bool:

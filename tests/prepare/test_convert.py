@@ -92,6 +92,23 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     assert {source.num_tokens for source in corpus.sources} == {num_tokens + len(documents)}
 
 
+@pytest.mark.parametrize("partner", ["x.bin", "y.ds.index"])
+def test_repaired_partner_is_read_again(tmp_path: Path, partner: str) -> None:
+    documents = random_documents(1)
+    write_megatron(tmp_path / "x.idx", documents, 8, "<u2")
+    write_datatrove(tmp_path / "y.ds", documents, "<u2")
+    whole = (tmp_path / partner).read_bytes()
+    (tmp_path / partner).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    os.utime(tmp_path / partner, ns=(0, 0))
+    inputs = f"web={tmp_path / partner.replace('.bin', '.idx').removesuffix('.index')}"
+    run(tmp_path / "out", inputs)
+    (tmp_path / partner).write_bytes(whole)
+    with pytest.raises(ValueError, match="made with other inputs"):
+        run(tmp_path / "out", inputs)
+    run(tmp_path / "out", inputs, overwrite=True)
+    assert rows(tmp_path / "out/web") == documents
+
+
 def test_folder_of_known_formats_is_split(tmp_path: Path) -> None:
     folder, output = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
