@@ -97,10 +97,11 @@ class ObjectStore(Storage):
             self.prefetch(path, [(0, 1), (max(0, size - 1), size)])
 
     def real_paths(self, paths: Iterable[str]) -> dict[str, str]:
-        """Returns the paths: a store has no symbolic links, except below file://."""
-        if urlsplit(self.data_path).scheme == "file":
+        """Returns the paths in the store, which has no symbolic links, except below file://."""
+        scheme = urlsplit(self.data_path).scheme
+        if scheme == "file":
             return super().real_paths(paths)
-        return {path: path for path in paths}
+        return {path: f"{scheme}://{self._folder}/{path}" for path in paths}
 
     def _open_filesystem(self) -> tuple[Any, str]:
         from pyarrow import fs

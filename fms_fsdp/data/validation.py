@@ -216,14 +216,9 @@ def _scan(
     except UserError as error:
         text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
         raise type(error)(text) from error
-    if trained is not None and trained.storage.root == corpus.storage.root:
-        for source in corpus.sources:
-            if trained.source(source.name):
-                name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
-                raise UserError(
-                    f"{name} ({source.name}) must not be trained on; set --datasets to the sources to "
-                    "train on, or name others here"
-                )
+    if trained is not None:
+        name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
+        _check_not_trained_on(corpus, trained, name)
     if used is not None:
         ours = folder_tokenizer(f"{flag} ({corpus.storage.root})", corpus.tokenizer, data.data_path)
         check_same_tokenizer(ours, used, "prepare both with one tokenizer")
@@ -234,6 +229,19 @@ def _scan(
         )
     table = _token_bytes(corpus, (data.data_path, data_path), found.vocab_size)
     return replace(found, data=data, corpus=corpus, token_bytes=table)
+
+
+def _check_not_trained_on(corpus: Corpus, trained: Corpus, name: str) -> None:
+    """Raises UserError if a held-out shard is trained on, whatever path leads to it."""
+    trained_paths = [path for source in trained.sources for path in source.paths]
+    trained_on = set(trained.storage.real_paths(trained_paths).values())
+    for source in corpus.sources:
+        for path, real in corpus.storage.real_paths(source.paths).items():
+            if real in trained_on:
+                raise UserError(
+                    f"{name} ({source.name}) must not be trained on, but its shard {path} is; set "
+                    "--datasets to the sources to train on, or name others here"
+                )
 
 
 def _about_short_source(group: str, flag: str, problem: str) -> str:
