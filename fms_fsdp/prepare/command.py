@@ -229,7 +229,7 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         raise UserError(
             "--tokenizer is missing; set byte, a model file or a folder, or --train_tokenizer"
         )
-    if _SPACE in tokenizer.decode(tokenizer.encode(["a b"])[0]):
+    if _SPACE in tokenizer.decode(tokenizer.encode(["a b"])[0].tolist()):
         note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
     vocabulary = tokenizer.vocabulary
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
