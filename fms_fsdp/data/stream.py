@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
@@ -141,7 +141,8 @@ class TokenStream:
         self._windows = Lru(WINDOW_BYTES, self._make_window)
         self.readers: dict[str, SourceReader] = {}
         self.open_sources(self.corpus)
-        self._masked: Counter[int] = Counter()  # sequences of this rank by step
+        self._masked = dict[int, int]()  # sequences of this rank by step that is not consumed
+        self._num_masked_rows = 0
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "data")
         self._ahead: deque[Future[Batch]] = deque()
@@ -183,6 +184,8 @@ class TokenStream:
         batch = self._ahead[0].result()
         self._ahead.popleft()
         self.step += 1
+        # The thread changes `_masked` meanwhile, so nothing may iterate over it.
+        self._num_masked_rows += self._masked.pop(self.step, 0)
         self._fill()
         return batch
 
@@ -217,13 +220,16 @@ class TokenStream:
         start, stop = sequences_of_rank(size, dp_rank, dp_size)
         batch = empty_batch(stop - start, self.section.seq_length, pin_memory=self.pin_memory)
         columns = [tensor.numpy() for tensor in batch]
-        self._masked.pop(step, None)  # a step that is read twice counts once
+        num_masked = 0
         for i, address in enumerate(self.order.addresses(step, start, stop)):
             out = Columns(*(column[i] for column in columns))
             try:
                 self.read(address, out)
             except ShardError as error:
                 self._mask(error, step, address, out)
+                num_masked += 1
+        if step > self.step and num_masked:  # a step that is read twice counts once
+            self._masked[step] = num_masked
         return batch
 
     def read(self, address: Address, out: Columns) -> None:
@@ -292,7 +298,7 @@ class TokenStream:
     def num_masked_rows(self) -> int:
         """Returns how many sequences of this rank were unreadable and masked, up to the last
         consumed step."""
-        return sum(count for step, count in self._masked.items() if step <= self.step)
+        return self._num_masked_rows
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values that, with step and shards, determine every step, as JSON."""
@@ -347,6 +353,7 @@ class TokenStream:
         New sources get their number of logical shards here; sources in `known` keep it.
         """
         self._drop_ahead()
+        self._masked.clear()
         history, changes = history.extend(step, self._wanted, self._skips)
         section = self.section
         quotas = self._wanted.quotas
@@ -425,7 +432,6 @@ class TokenStream:
         where = f"{address.source} sequence {address.n}, step {step}"
         if self.section.on_missing != "mask" or isinstance(error, TokenError):
             raise type(error)(f"{error} [{where}]") from error
-        self._masked[step] += 1
         logger.warning("sequence masked: %s [%s]", error, where)
         out.tokens.fill(self.corpus.sep_token)
         out.labels.fill(IGNORED_LABEL)

@@ -325,6 +325,10 @@ def test_missing_shards_mask_sequences(tmp_path: Path) -> None:
         parts = [half.next_batch() for half in halves]
         assert same(tuple(torch.cat(c) for c in zip(*parts, strict=True)), batch)
     assert 0 < masked == s.num_masked_rows
+    for step in range(1, 9):
+        s.batch_at(step)  # a step that is read twice counts once
+    assert masked == s.num_masked_rows
+    assert all(step > s.step for step in s._masked)  # bounded, whatever the length of the run
 
 
 def test_changed_shards_are_rejected(tmp_path: Path) -> None:
