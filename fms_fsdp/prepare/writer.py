@@ -119,7 +119,9 @@ class ShardWriter:
 
     def add(self, tokens: Tokens) -> None:
         """Appends a document. Raises: UserError: an id is outside the vocabulary."""
-        ids = tokens & (NO_LOSS - 1) if self.info.has_masks else tokens
+        ids = tokens
+        if self.info.has_masks and tokens.dtype.itemsize >= 4:  # 16 bits have no such bit
+            ids = tokens & (NO_LOSS - 1)
         if len(ids):
             low = 0 if ids.dtype.kind == "u" else int(ids.min())
             high = int(ids.max())
