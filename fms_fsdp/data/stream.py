@@ -23,7 +23,7 @@ import numpy as np
 from fms_fsdp.config import DataConfig
 from fms_fsdp.config.formats import parse_skips
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, sequences_of_rank
-from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard
+from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard, known_fingerprint
 from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit_logical_shards
@@ -360,15 +360,16 @@ class TokenStream:
         self._known = dict(known)
         size = section.seq_length
         for source in self.corpus.sources:
+            content = source.fingerprint
             if source.name in known:
                 shards = known[source.name][3]
+                content = known_fingerprint(known[source.name][4], content)
             else:
                 share = quotas[source.name] / NUM_SLOTS
                 total = source.num_tokens // size
                 shards = fit_logical_shards(total, share, section.logical_shards)
             num_files = len(source.paths)
             tokens = source.num_tokens
-            content = source.fingerprint
             self._known[source.name] = [source.digest, num_files, tokens, shards, content]
         orders = {}
         for name, (_, _, tokens, shards, _) in self._known.items():

@@ -342,6 +342,13 @@ def test_changed_shards_are_rejected(tmp_path: Path) -> None:
         ValueError, match="shard web/shard-00002.arrow has other content than in the checkpoint"
     ):
         files.stream(4, seq_length=32).load_state_dict(state, 3)
+    path.rename(tmp_path / "away")  # a launch without the shard does not forget its content
+    blind = files.stream(4, seq_length=32, on_missing="mask")
+    blind.load_state_dict(state, 3)
+    state = blind.state_dict()
+    (tmp_path / "away").rename(path)
+    with pytest.raises(ValueError, match="shard web/shard-00002.arrow has other content"):
+        files.stream(4, seq_length=32).load_state_dict(state, 3)
     other = write_corpus(tmp_path / "other", SIZES | {"web": [30_000]})
     with pytest.raises(ValueError, match=r"source .* has \d+ shards .* in the checkpoint"):
         other.stream(4, seq_length=32).load_state_dict(state, 3)
