@@ -354,6 +354,19 @@ def test_listing_follows_links_without_a_stat_of_files(tmp_path: Path, uri: bool
     assert not open_storage(address).is_listed and inner.read("deep/3", 3, 1) == b"oke"
 
 
+def test_links_to_folders_above_end_the_listing(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for name in ("a/deep/1", "b/2"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"tokens")
+    for link, target in (("a/x", ".."), ("a/y", "."), ("a/deep/z", "../../.."), ("a/deep/w", "/")):
+        (root / link).symlink_to(target)
+    (root / "a/to_b").symlink_to("../b")  # each is a folder of its own, but they lead in a circle
+    (root / "b/to_a").symlink_to("../a")
+    found = list(Storage(str(root)).sizes)
+    assert found == ["a/deep/1", "a/to_b/2", "b/2", "b/to_a/deep/1"]
+
+
 def test_long_listing_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
