@@ -32,7 +32,7 @@ import pyarrow as pa
 from fms_fsdp.config.values import counted
 from fms_fsdp.console import table
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.tokenizer import unk_warning
+from fms_fsdp.data.tokenizer import parse_description, unk_warning
 from fms_fsdp.errors import FULL_DISK, UserError
 from fms_fsdp.files import (
     replace_file,
@@ -403,12 +403,22 @@ def save_tokenizer(
 ) -> None:
     """Saves a copy of --tokenizer=NAME with the shards.
 
-    It consists of its files, its description meta/tokenizer.json, and its chat settings.
+    It consists of its files, its description meta/tokenizer.json, and its chat settings. The files
+    of a tokenizer of another kind that it replaces are removed.
     """
+    path = output / "meta" / "tokenizer.json"
+    replaced = None
+    if path.is_file():
+        replaced, _ = parse_description(path.read_bytes(), str(path))
     tokenizer.save(output)
     save_chat_settings(name, output)
     description = {**asdict(tokenizer.vocabulary), "trained_on": trained_on}
-    write_json(output / "meta" / "tokenizer.json", description)
+    write_json(path, description)
+    if replaced is not None and replaced.kind != tokenizer.vocabulary.kind:
+        if replaced.file_name:
+            (output / replaced.file_name).unlink(missing_ok=True)
+        if replaced.kind == "huggingface":
+            (output / "tokenizer_config.json").unlink(missing_ok=True)
 
 
 def check_plans(

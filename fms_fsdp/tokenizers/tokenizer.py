@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fms_fsdp.config.values import shown
 from fms_fsdp.errors import MissingInput, UserError, is_installed
-from fms_fsdp.files import write_atomically
+from fms_fsdp.files import read_json_object, write_atomically
 
 Tokens = npt.NDArray[Any]
 FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
@@ -188,8 +188,8 @@ def no_end_token(name: str, eos_token: str) -> str:
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """Returns the tokenizer `byte`, or the one of a file or folder. An unchanged file is read once.
 
-    Of a folder, tokenizer.json is read before tokenizer.model if the package tokenizers is
-    installed.
+    Of a folder, the tokenizer is read that meta/tokenizer.json describes; without one,
+    tokenizer.json is read before tokenizer.model if the package tokenizers is installed.
 
     Raises:
         FileNotFoundError, UserError: no such file, not a tokenizer, or one without an EOS token.
@@ -197,6 +197,13 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     path = Path(name).expanduser()
+    described = path / "meta" / "tokenizer.json"  # of an output of `prepare`
+    if described.is_file():
+        kind = read_json_object(described).get("kind")
+        if kind == "byte":
+            return ByteTokenizer()
+        file = path / FILE_NAMES.get(str(kind), "")
+        path = file if file.is_file() else path
     if path.is_dir():
         names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
         if not is_installed("tokenizers"):

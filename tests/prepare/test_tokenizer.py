@@ -125,6 +125,26 @@ def test_saved_model_loads_as_it_was(tmp_path: Path, model: bytes) -> None:
     assert (other.vocabulary.eos_id, other.vocabulary.digest) == (1, tokenizer.vocabulary.digest)
 
 
+def test_replaced_tokenizer_is_removed(tmp_path: Path, model: bytes) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
+    (tmp_path / "sp.model").write_bytes(model)
+    (tmp_path / "x.txt").write_text("a a")
+    out = tmp_path / "out"
+    for name, files in (
+        (f"{tmp_path}/words.json", {"tokenizer.json", "tokenizer_config.json"}),
+        (f"{tmp_path}/sp.model", {"tokenizer.model"}),
+        ("byte", set()),
+    ):
+        flags = (f"--tokenizer={name}", f"--output={out}", "--overwrite=True")
+        assert main(["prepare", f"s={tmp_path}/x.txt", *flags]) == 0
+        assert {path.name for path in out.glob("tokenizer*")} == files
+        assert load_tokenizer(str(out)).vocabulary == load_tokenizer(name).vocabulary
+    (out / "tokenizer.json").write_bytes((tmp_path / "words.json").read_bytes())  # not its own
+    assert load_tokenizer(str(out)).vocabulary.kind == "byte"
+
+
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.ByteLevelBPETokenizer()
