@@ -432,7 +432,8 @@ def check_plans(
     A plan contains everything that the shards of a source depend on.
 
     Raises:
-        UserError: a source was made differently, by another program, or with another tokenizer.
+        UserError: a source was made differently, by another program, or with another tokenizer or
+            EOS token.
     """
     known = dict[str, dict[str, Any]]()  # the plans of earlier calls, by source
     for path in _journals(output, "plan.json"):
@@ -445,6 +446,12 @@ def check_plans(
             raise UserError(
                 f"--output={output} contains source {name} made with another tokenizer; remove --tokenizer "
                 "and --train_tokenizer to use that one, or choose another folder"
+            )
+        if name not in names and plan["eos_id"] != plans[0]["eos_id"]:
+            raise UserError(
+                f"--output={output} contains source {name}, whose documents end with id "
+                f"{plan['eos_id']}, not {plans[0]['eos_id']}; give all sources the same EOS token, or "
+                "choose another folder"
             )
     for source, plan in zip(sources, plans, strict=True):
         old = known.get(source.name)

@@ -145,6 +145,18 @@ def test_replaced_tokenizer_is_removed(tmp_path: Path, model: bytes) -> None:
     assert load_tokenizer(str(out)).vocabulary.kind == "byte"
 
 
+def test_another_eos_token_is_rejected(
+    tmp_path: Path, model: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sp.model").write_bytes(model)
+    (tmp_path / "x.txt").write_text("text")
+    flags = (f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out")
+    assert main(["prepare", f"a={tmp_path}/x.txt", *flags]) == 0
+    assert main(["prepare", f"b={tmp_path}/x.txt", *flags, "--eos_token=<s>"]) == 2
+    assert "source a, whose documents end with id 2, not 1; give" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "meta" / "prepare" / "b").exists()
+
+
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.ByteLevelBPETokenizer()
