@@ -37,6 +37,7 @@ from fms_fsdp.tokenizers.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     Vocabulary,
+    adds_space,
     load_tokenizer,
 )
 
@@ -233,6 +234,8 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
     vocabulary = tokenizer.vocabulary
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
+    if config.prompt_key and adds_space(tokenizer):
+        plans = [{**plan, "responses": "continued"} for plan in plans]
     check_plans(output, sources, plans, config.overwrite)
     if not is_known:
         save_tokenizer(output, tokenizer, config.tokenizer, training)

@@ -45,7 +45,13 @@ from fms_fsdp.prepare.writer import (
     Stats,
     publish,
 )
-from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens, load_tokenizer
+from fms_fsdp.tokenizers.tokenizer import (
+    Tokenizer,
+    Tokens,
+    adds_space,
+    encode_continuations,
+    load_tokenizer,
+)
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -159,9 +165,16 @@ class TextReader:
         """Returns the ids of each document.
 
         A prompt is encoded separately, as in generation, and its ids and the BOS token are masked.
+        The response continues it.
         """
-        responses = tokenizer.encode([document.text[document.prompt :] for document in documents])
-        has_prompts = any(document.prompt for document in documents)
+        texts = [document.text[document.prompt :] for document in documents]
+        responses = tokenizer.encode(texts)
+        after_prompt = [number for number, document in enumerate(documents) if document.prompt]
+        has_prompts = bool(after_prompt)
+        if has_prompts and adds_space(tokenizer):
+            continued = encode_continuations(tokenizer, [texts[number] for number in after_prompt])
+            for number, row in zip(after_prompt, continued, strict=True):
+                responses[number] = row
         bos = [] if self.bos_id is None else [self.bos_id]
         if not has_prompts and not bos:
             return responses

@@ -28,6 +28,8 @@ from fms_fsdp.files import read_json_object, write_atomically
 
 Tokens = npt.NDArray[Any]
 FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
+# for `encode_continuations`: the first that a tokenizer knows, and does not join with the text
+_CHARACTERS_BEFORE = ("\n", "|", ":", "0", "a")
 # texts that tokenizers split in different ways
 PROBES = (
     "The quick brown fox, isn't it? 'Tis DON'T\u00a0naïve Ünïcode.",
@@ -175,6 +177,34 @@ def piece_bytes(piece: str) -> int:
     if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
         return 1
     return len(piece.replace("\u2581", " ").encode())
+
+
+def adds_space(tokenizer: Tokenizer) -> bool:
+    """Returns whether the tokenizer puts a space before each text, as Llama 2's does."""
+    first, second = tokenizer.encode(["a", "b"])
+    return tokenizer.decode([*first.tolist(), *second.tolist()]) == "a b"
+
+
+def encode_continuations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Returns the ids of texts that follow another text, so without a space that the tokenizer puts
+    before a text: each is encoded after a character whose own ids are cut off."""
+    rows = tokenizer.encode(texts)
+    waiting = set(range(len(texts)))
+    for before in _CHARACTERS_BEFORE:
+        (head,) = tokenizer.encode([before])
+        if len(head) == 0 or tokenizer.unk_id() in head:
+            continue
+        numbers = sorted(waiting)
+        longer = tokenizer.encode([before + texts[number] for number in numbers])
+        for number, row in zip(numbers, longer, strict=True):
+            if np.array_equal(
+                row[: len(head)], head
+            ):  # the character is not part of a longer token
+                rows[number] = row[len(head) :]
+                waiting.discard(number)
+        if not waiting:
+            break
+    return rows
 
 
 def no_end_token(name: str, eos_token: str) -> str:

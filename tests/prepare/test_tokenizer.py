@@ -157,6 +157,30 @@ def test_another_eos_token_is_rejected(
     assert not (tmp_path / "out" / "meta" / "prepare" / "b").exists()
 
 
+@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+def test_responses_continue_their_prompt(tmp_path: Path, source_code: list[str], rule: str) -> None:
+    """With a model that puts a space before each text, such as Llama 2's or T5's."""
+    options = {"model_type": "bpe", "vocab_size": 500, "normalization_rule_name": rule}
+    options |= {"byte_fallback": rule == "identity", "minloglevel": 3}
+    lines = (line for text in source_code for line in text.splitlines())
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_prefix=str(tmp_path / "sp"), **options
+    )
+    pairs = [("def main", "(x):"), ("return the", " value"), ("for x", "yz"), ("", "import")]
+    records = [json.dumps({"q": prompt, "text": text}) for prompt, text in pairs]
+    (tmp_path / "x.jsonl").write_text("\n".join(records))
+    flags = (f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out", "--prompt_key=q")
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags]) == 0
+    tokenizer = load_tokenizer(f"{tmp_path}/sp.model")
+    with open_arrow(str(tmp_path / "out" / "s" / "shard-00000.arrow")) as (_, batches):
+        rows = [row for batch in batches for row in batch.column(0).to_pylist()]
+    for row, (prompt, text) in zip(rows, pairs, strict=True):
+        ids = [token & (NO_LOSS - 1) for token in row]
+        assert tokenizer.decode(ids) == prompt + text
+        given = [token for token in row if token >= NO_LOSS]
+        assert len(given) == len(tokenizer.encode([prompt])[0])
+
+
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.ByteLevelBPETokenizer()
