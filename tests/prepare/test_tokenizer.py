@@ -20,6 +20,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.command import train_sentencepiece
 from fms_fsdp.prepare.formats import open_arrow
 from fms_fsdp.tokenizers.tokenizer import (
+    PROBES,
     ByteTokenizer,
     SentencePieceTokenizer,
     Vocabulary,
@@ -207,6 +208,21 @@ def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> 
     assert load_tokenizer(str(copy)).vocabulary == configured.vocabulary
     with pytest.raises(ValueError, match=r"--eos_token \(<nope>\) is not a token"):
         load_tokenizer(str(copy), "<nope>")
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "CLIPTokenizer"])
+def test_class_decides_how_a_pair_splits(tmp_path: Path, source_code: list[str], name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    raw = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<|startoftext|>"]
+    raw.train_from_iterator(source_code, 500, special_tokens=special, show_progress=False)
+    raw.save_model(str(tmp_path))
+    settings = {"tokenizer_class": name, "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for text, ids in zip(PROBES, load_tokenizer(str(tmp_path)).encode(PROBES), strict=True):
+        assert ids.tolist() == expected(text, add_special_tokens=False).input_ids
 
 
 def test_tokenizer_without_eos_requires_eos_token(tmp_path: Path) -> None:
