@@ -444,9 +444,16 @@ def _run_in_processes(
     work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int], workers: int
 ) -> Iterator[tuple[int, Result]]:
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker
-    )
+    try:
+        pool = ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), initializer=_start_worker
+        )
+    except (OSError, ImportError, NotImplementedError) as error:  # of its semaphores
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise UserError(
+            f"--num_workers={workers} requires semaphores in /dev/shm, which fail here ({reason}); "
+            "mount /dev/shm, or set --num_workers=1"
+        ) from error
     try:
         largest_first = sorted(range(len(jobs)), key=lambda i: -sizes[i])
         futures = {pool.submit(work, jobs[i]): i for i in largest_first}

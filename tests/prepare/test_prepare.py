@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -413,6 +414,19 @@ if __name__ == "__main__":
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EPERM, errno.ENOSPC])
+def test_missing_shared_memory_is_named(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def failing(*args: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", failing)
+    with pytest.raises(ValueError, match="^--num_workers=2 requires .*/dev/shm, .*=1$"):
+        run(tmp_path / "out", corpus, workers=2)
+    assert run(tmp_path / "out", corpus, workers=1)
 
 
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
