@@ -27,7 +27,7 @@ from fms_fsdp.data.storage import Storage, open_storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.data.tokenizer import UnusableTokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer
+from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer, counts_bytes
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C
@@ -271,8 +271,8 @@ def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int)
 
 
 def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -> I64 | None:
-    """Returns the bytes by token id, from the tokenizer that `prepare` put into one of the folders; None if
-    the shards have another tokenizer."""
+    """Returns the bytes by token id, from the tokenizer that `prepare` put into one of the folders;
+    None if the shards have another tokenizer, or the bytes of its tokens are unknown."""
     for root in data_paths:
         try:
             tokenizer = find_tokenizer(root)
@@ -280,6 +280,9 @@ def _token_bytes(corpus: Corpus, data_paths: tuple[str, ...], vocab_size: int) -
             logger.info("bits per byte are not computed: %s", error)
             return None
         if tokenizer is not None and tokenizer.vocabulary.digest == corpus.tokenizer:
+            if not counts_bytes(tokenizer):
+                logger.info("bits per byte are not computed: the tokens do not spell the text")
+                return None
             table = tokenizer.token_bytes()
             return np.pad(table, (0, max(0, vocab_size - len(table))))
     logger.info(

@@ -28,6 +28,7 @@ from fms_fsdp.files import read_json_object, write_atomically
 
 Tokens = npt.NDArray[Any]
 FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
+_PLAIN_TEXT = "The quick brown fox isn't here; 12 of 345 times."  # normal in any normalization
 # for `encode_continuations`: the first that a tokenizer knows, and does not join with the text
 _CHARACTERS_BEFORE = ("\n", "|", ":", "0", "a")
 # texts that tokenizers split in different ways
@@ -177,6 +178,16 @@ def piece_bytes(piece: str) -> int:
     if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
         return 1
     return len(piece.replace("\u2581", " ").encode())
+
+
+def counts_bytes(tokenizer: Tokenizer) -> bool:
+    """Returns whether `token_bytes` gives the length of a text, also with a space before it.
+
+    Tokenizers that drop spaces (WordPiece) or mark the ends of words have other pieces than text.
+    """
+    (ids,) = tokenizer.encode([_PLAIN_TEXT])
+    num_bytes = int(tokenizer.token_bytes()[ids].sum())
+    return 0 <= num_bytes - len(_PLAIN_TEXT) <= 1
 
 
 def adds_space(tokenizer: Tokenizer) -> bool:
