@@ -104,6 +104,7 @@ class Encoded(NamedTuple):
     tokens: Tokens
     document: Document | None = None
     unk_tokens: int = 0
+    eos_tokens: int = 0  # that the text spells
 
 
 class Reader(Protocol):
@@ -156,10 +157,11 @@ class TextReader:
                 elif self.max_tokens is not None and len(tokens) > self.max_tokens:
                     yield Problem(f"longer than {self.max_tokens} tokens")
                 else:
-                    unk_tokens = _count_unk(tokens, unk_id)
+                    unk_tokens = _count(tokens, unk_id)
+                    eos_tokens = _count(tokens, tokenizer.vocabulary.eos_id)
                     if self.append_eos:
                         tokens = np.concatenate([tokens, eos])
-                    yield Encoded(tokens, document, unk_tokens)
+                    yield Encoded(tokens, document, unk_tokens, eos_tokens)
 
     def _encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> Sequence[Tokens]:
         """Returns the ids of each document.
@@ -188,10 +190,11 @@ class TextReader:
         return rows
 
 
-def _count_unk(tokens: Tokens, unk_id: int | None) -> int:
-    if unk_id is None:
+def _count(tokens: Tokens, number: int | None) -> int:
+    """Returns how often an id occurs, also in prompts."""
+    if number is None:
         return 0
-    return int(np.count_nonzero(tokens & np.uint32(NO_LOSS - 1) == unk_id))  # in prompts too
+    return int(np.count_nonzero(tokens & np.uint32(NO_LOSS - 1) == number))
 
 
 def _batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
@@ -341,7 +344,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
         except UserError as error:
             where = f"--input={job.slice.parts[0].path}, document {stats.records + 1}"
             raise UserError(f"{where}: {error}") from error
-        stats.add(len(tokens), record.document, record.unk_tokens)
+        stats.add(len(tokens), record.document, record.unk_tokens, record.eos_tokens)
     for split in list(writers):
         close(split)
     result = SliceResult(shards=shards, stats=vars(stats))

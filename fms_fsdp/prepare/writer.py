@@ -202,6 +202,7 @@ class Stats:
     left_out: Counter[str] = field(default_factory=Counter)
     lengths: Counter[str] = field(default_factory=Counter)
     unk_tokens: int = 0
+    eos_tokens: int = 0
 
     def skip(self, problem: Problem) -> None:
         """Counts a record that is not used."""
@@ -211,12 +212,19 @@ class Stats:
             self.num_bad += 1
             self.bad = [*self.bad, f"{problem.where} {problem.reason}"][:_SHOWN_BAD]
 
-    def add(self, num_tokens: int, document: Document | None, unk_tokens: int = 0) -> None:
+    def add(
+        self,
+        num_tokens: int,
+        document: Document | None,
+        unk_tokens: int = 0,
+        eos_tokens: int = 0,
+    ) -> None:
         """Counts a document of `num_tokens` tokens, and its text if it was read as text."""
         self.records += 1
         self.documents += 1
         self.tokens += num_tokens
         self.unk_tokens += unk_tokens
+        self.eos_tokens += eos_tokens
         self.lengths[str(num_tokens.bit_length())] += 1
         if document is not None:
             self.chars += len(document.text)
@@ -270,6 +278,12 @@ def describe(stats: Mapping[str, Stats]) -> str:
         warning = unk_warning(name, part.unk_fraction)
         if warning:
             lines.append(f"warning: {warning}")
+        if part.eos_tokens:
+            lines.append(
+                f"warning: texts of source {name} spell the EOS token, which then ends a document in "
+                f"its middle: {counted(part.eos_tokens, 'time')}; remove it from the text, or set "
+                "another --eos_token"
+            )
     return "\n".join(lines)
 
 

@@ -182,6 +182,26 @@ def test_responses_continue_their_prompt(tmp_path: Path, source_code: list[str],
         assert len(given) == len(tokenizer.encode([prompt])[0])
 
 
+def test_eos_token_in_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"model_type": "bpe", "vocab_size": 270, "byte_fallback": True, "minloglevel": 3}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c"] * 9),
+        model_prefix=str(tmp_path / "sp"),
+        user_defined_symbols=["<|endoftext|>"],
+        hard_vocab_limit=False,
+        **options,
+    )
+    (tmp_path / "x.jsonl").write_text('{"text": "<|endoftext|> b <|endoftext|>"}\n{"text": "</s>"}')
+    flags = (f"--tokenizer={tmp_path}/sp.model", "--eos_token=<|endoftext|>")
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags, f"--output={tmp_path}/out"]) == 0
+    assert (
+        "source s spell the EOS token, which then"
+        in capsys.readouterr().out.partition("2 times")[0]
+    )
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", flags[0], f"--output={tmp_path}/own"]) == 0
+    assert "spell the EOS" not in capsys.readouterr().out
+
+
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.ByteLevelBPETokenizer()
