@@ -253,7 +253,7 @@ def list_files(root: str) -> Listing:
 
     with reporting_progress(lambda: f"listing {root}: {counted(len(paths), 'file')}"):
         # With each folder: its real path, after those of the folders with the links that led to it.
-        folders = [("", (os.path.realpath(root),))]
+        folders: list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(root),))]
         while folders:
             deeper = list[tuple[str, tuple[str, ...]]]()
             linked = list[tuple[str, tuple[str, ...]]]()
