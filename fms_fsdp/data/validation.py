@@ -32,6 +32,8 @@ from fms_fsdp.tokenizers.tokenizer import UsedTokenizer, check_same_tokenizer, c
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C
 
+LOGICAL_SHARDS = 1024  # of the order, too: --logical_shards is for training
+
 logger = logging.getLogger(__name__)
 
 
@@ -206,7 +208,12 @@ def _scan(
     used: UsedTokenizer | None,
 ) -> HeldOutListing:
     data = replace(
-        found.data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None
+        found.data,
+        use_dummy_dataset=False,
+        dataset_builder="",
+        skip_steps="",
+        max_epochs=None,
+        logical_shards=LOGICAL_SHARDS,
     )
     try:
         corpus = open_corpus(data, files)
