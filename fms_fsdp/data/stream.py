@@ -136,7 +136,8 @@ class TokenStream:
             )
         quotas = slot_quotas({source.name: source.weight for source in sources})
         self._wanted = Phase(0, batch, quotas, self.rampup)
-        self._skips = parse_skips("skip_steps", self.section.skip_steps)
+        skips = "" if self.section.use_dummy_dataset else self.section.skip_steps
+        self._skips = parse_skips("skip_steps", skips)
         self._shards = Lru(SHARD_BYTES, self._open_shard)
         self._windows = Lru(WINDOW_BYTES, self._make_window)
         self.readers: dict[str, SourceReader] = {}
