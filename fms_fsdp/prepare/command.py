@@ -12,6 +12,7 @@ from typing import Any
 from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import parse_description
 from fms_fsdp.errors import UserError
+from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.encode import ShardsConfig, ShardSettings, TextReader, make_shards, note
 from fms_fsdp.prepare.files import (
     InputFile,
@@ -236,9 +237,10 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
     if config.prompt_key and adds_space(tokenizer):
         plans = [{**plan, "responses": "continued"} for plan in plans]
+    chat = find_chat_settings(config.tokenizer)  # its errors come before the plans are written
     check_plans(output, sources, plans, config.overwrite)
     if not is_known:
-        save_tokenizer(output, tokenizer, config.tokenizer, training)
+        save_tokenizer(output, tokenizer, chat, training)
     return vocabulary
 
 

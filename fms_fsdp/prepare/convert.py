@@ -26,6 +26,7 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import map_or_read
+from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.encode import Encoded, ShardsConfig, ShardSettings, make_shards
 from fms_fsdp.prepare.files import InputFile, Slice, find_files, parse_input, unique_files
 from fms_fsdp.prepare.formats import Part, Problem, open_arrow
@@ -134,9 +135,10 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         options["bos"] = f"{config.bos} {config.bos_id}"
     with lock_output(config.folder):
         plans = [{"inputs": source.inputs_digest, **options} for source in sources]
+        chat = find_chat_settings(config.tokenizer)  # its errors come before the plans are written
         check_plans(config.folder, sources, plans, config.overwrite)
         if tokenizer:
-            save_tokenizer(config.folder, tokenizer, config.tokenizer)
+            save_tokenizer(config.folder, tokenizer, chat)
         bos_id = -1 if config.bos_id is None else config.bos_id
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
         info = replace(info, has_masks=has_masks)

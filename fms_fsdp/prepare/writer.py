@@ -41,7 +41,7 @@ from fms_fsdp.files import (
     write_atomically,
     write_json,
 )
-from fms_fsdp.hf.chat import save_chat_settings
+from fms_fsdp.hf.chat import ChatSettings, save_chat_settings
 from fms_fsdp.prepare.files import InputFile, Slice
 from fms_fsdp.prepare.formats import Document, Problem
 from fms_fsdp.run.run_dir import lock_folder
@@ -408,14 +408,18 @@ def lock_output(output: Path) -> Iterator[None]:
         finally:
             if created and os.listdir(output) == [".lock"]:
                 (output / ".lock").unlink()
-                for folder in created:
-                    folder.rmdir()
+                with suppress(OSError):  # another call may have made its output in one of them
+                    for folder in created:
+                        folder.rmdir()
 
 
 def save_tokenizer(
-    output: Path, tokenizer: Tokenizer, name: str, trained_on: dict[str, Any] | None = None
+    output: Path,
+    tokenizer: Tokenizer,
+    chat: ChatSettings,
+    trained_on: dict[str, Any] | None = None,
 ) -> None:
-    """Saves a copy of --tokenizer=NAME with the shards.
+    """Saves a copy of the tokenizer with the shards.
 
     It consists of its files, its description meta/tokenizer.json, and its chat settings. The files
     of a tokenizer of another kind that it replaces are removed.
@@ -425,7 +429,7 @@ def save_tokenizer(
     if path.is_file():
         replaced, _ = parse_description(path.read_bytes(), str(path))
     tokenizer.save(output)
-    save_chat_settings(name, output)
+    save_chat_settings(chat, output)
     description = {**asdict(tokenizer.vocabulary), "trained_on": trained_on}
     write_json(path, description)
     if replaced is not None and replaced.kind != tokenizer.vocabulary.kind:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.prepare import encode as pipeline
-from fms_fsdp.prepare.writer import _read_entry
+from fms_fsdp.prepare.writer import _read_entry, lock_output
 from tests.prepare.test_prepare import OPTIONS, contents, run, write_corpus, write_jsonl
 
 
@@ -118,6 +118,13 @@ def test_output_next_to_inputs_is_not_read(
     for _ in range(2):
         run(root / "tokens", f"web={pattern.format(root=root)}", **options)
     run(root / ".tokens", f"web={root}/raw")  # hidden folders are not read
+
+
+def test_failing_call_leaves_another_folder_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^its own error$"), lock_output(tmp_path / "new" / "a"):
+        run(tmp_path / "new" / "b", f"web={write_jsonl(tmp_path / 'a.jsonl', ['text'])}")
+        raise ValueError("its own error")
+    assert os.listdir(tmp_path / "new") == ["b"]
 
 
 def test_malformed_journal_entry_is_rejected(tmp_path: Path) -> None:

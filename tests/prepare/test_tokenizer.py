@@ -202,6 +202,18 @@ def test_eos_token_in_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "spell the EOS" not in capsys.readouterr().out
 
 
+def test_files_next_to_a_model_may_be_anything(tmp_path: Path, model: bytes) -> None:
+    (tmp_path / "sp.model").write_bytes(model)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    (tmp_path / "x.txt").write_text("text")
+    flags = (f"s={tmp_path}/x.txt", f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out")
+    assert main(["prepare", *flags]) == 0
+    plan = (tmp_path / "out/meta/prepare/s/plan.json").read_bytes()
+    (tmp_path / "tokenizer_config.json").write_text("[1, 2]")  # of the tokenizer, and malformed
+    assert main(["prepare", *flags, "--overwrite=True", "--min_tokens=2"]) == 2
+    assert (tmp_path / "out/meta/prepare/s/plan.json").read_bytes() == plan
+
+
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.ByteLevelBPETokenizer()
