@@ -293,6 +293,8 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
         missing = " or ".join(names)
         raise UserError(f"has no column {missing}, only {', '.join(schema.names)}; set --column")
     name = present[0]
+    if schema.names.count(name) > 1:
+        raise UserError(f"has {schema.names.count(name)} columns {name}; write it with one")
     kind = schema.field(name).type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         is_valid = pa.types.is_integer(kind.value_type)

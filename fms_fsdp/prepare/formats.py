@@ -431,6 +431,12 @@ def _columns(path: str, schema: pa.Schema, form: TextFormat) -> list[str]:
                 remedy = "for token ids use `python -m fms_fsdp convert`"
             rule = f"is not a column of {path}, which has {', '.join(schema.names)}"
             raise UserError(f"--text_key={key} {rule}; {remedy}")
+    for column in columns:
+        if schema.names.count(column) > 1:
+            raise UserError(
+                f"--text_key={column} must be one column, but {path} has "
+                f"{schema.names.count(column)} of this name; write the table without the others"
+            )
     return list(dict.fromkeys(columns))
 
 

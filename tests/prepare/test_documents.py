@@ -15,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.prepare import formats as documents
+from fms_fsdp.prepare.convert import read_token_file
 from fms_fsdp.prepare.files import find_files, plan_slices
 from fms_fsdp.prepare.formats import Document, Problem, TextFormat, read_part
 
@@ -146,6 +148,22 @@ def test_wrong_parquet_is_rejected(tmp_path: Path) -> None:
     pq.write_table(pa.table({"tokens": [[1, 2]]}), path)
     with pytest.raises(ValueError, match="python -m fms_fsdp convert"):
         read_all(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_rejected(tmp_path: Path, kind: str) -> None:
+    texts_and_ids = [pa.array(["a"]), pa.array(["b"]), pa.array([[1]]), pa.array([[2]])]
+    table = pa.table(texts_and_ids, names=["text", "text", "tokens", "tokens"])
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match=f"--text_key=text must be one column, but .*{kind} has 2"):
+        read_all(path)
+    with pytest.raises(UserError, match="has 2 columns tokens; write it with one"):
+        list(read_token_file(str(path), ""))
 
 
 def test_null_of_parquet_is_a_problem(tmp_path: Path) -> None:
