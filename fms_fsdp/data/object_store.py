@@ -28,6 +28,7 @@ from fms_fsdp.data.storage import (
     Storage,
     _retried,
     logger,
+    read_range_of,
     reporting_progress,
 )
 from fms_fsdp.errors import MissingInput, StorageError, UserError, env_int, read_failed
@@ -209,7 +210,7 @@ class PageCache:
             slot = self._slots.get(page)
             if slot is not None:
                 self._slots.move_to_end(page)
-                return os.pread(self._file.descriptor, PAGE, slot * PAGE)
+                return read_range_of(self._file.descriptor, PAGE, slot * PAGE)
         return next(iter(self.get([page])))  # replaced in the meantime
 
     def _load(self, page: Page) -> bytes:

@@ -157,7 +157,7 @@ class Storage:
 
         def read_range() -> bytes:
             file = self._open(path)
-            return os.pread(file.descriptor, size, offset)
+            return read_range_of(file.descriptor, size, offset)
 
         return self._retried_read(read_range, path)
 
@@ -339,6 +339,18 @@ def _retried(
             text = "try %d of %d failed: %s: %s"
             logger.warning(text, attempt + 1, NUM_LOCAL_TRIES, name, error.strerror)
     raise failure
+
+
+def read_range_of(descriptor: int, size: int, offset: int) -> bytes:
+    """Returns `size` bytes at `offset`, fewer at the end of the file only: one call may return fewer
+    on some file systems (FUSE with direct_io), and never returns more than 2 GiB."""
+    data = os.pread(descriptor, size, offset)
+    while 0 < len(data) < size:
+        more = os.pread(descriptor, size - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
 
 
 class LocalFile:

@@ -287,6 +287,14 @@ def test_failed_reads_are_retried_and_named(
         assert store.num_reads == 1
 
 
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shard").write_bytes(b"tokens of a shard")
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 4), offset))
+    files = open_storage(str(tmp_path))
+    assert files.read("shard", 10, 2) == b"kens of a " and files.read("shard", 99, 12) == b"shard"
+
+
 def test_stale_handle_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
