@@ -346,6 +346,8 @@ def _read_counts(storage: Files, paths: list[str]) -> Counts:
     for path, count in counts.items():
         if min(count) < 0:
             raise UserError(f"{TABLES} has a count below 0 for shard {path}; correct it")
+        if max(count) >= 1 << 63:  # numpy cannot hold it
+            raise UserError(f"{TABLES} has a count of {max(count)} for shard {path}; correct it")
         if path.startswith("/"):
             while path and path not in storage.sizes:
                 path = path.partition("/")[2]
