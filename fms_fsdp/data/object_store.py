@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -96,6 +96,12 @@ class ObjectStore(Storage):
         if path in self.sizes:
             size = self.size(path)
             self.prefetch(path, [(0, 1), (max(0, size - 1), size)])
+
+    def close(self) -> None:
+        """Closes open files and drops pages that no thread has begun to fetch; a later read opens
+        and fetches them again."""
+        self._pages.cancel()
+        super().close()
 
     def real_paths(self, paths: Iterable[str]) -> dict[str, str]:
         """Returns the paths in the store, which has no symbolic links, except below file://."""
@@ -203,7 +209,21 @@ class PageCache:
         """Yields the pages in order."""
         coming = self.start(pages)
         for page in pages:
-            yield coming[page].result() if page in coming else self._cached(page)
+            if page not in coming:
+                yield self._cached(page)
+                continue
+            try:
+                yield coming[page].result()
+            except CancelledError:  # of `cancel`
+                yield self._cached(page)
+
+    def cancel(self) -> None:
+        """Drops the pages that no thread has begun to fetch. At its end, the process would wait for
+        all of them, also of a store that does not answer."""
+        with self._lock:
+            for page, future in list(self._coming.items()):
+                if future.cancel():
+                    del self._coming[page]
 
     def _cached(self, page: Page) -> bytes:
         with self._lock:

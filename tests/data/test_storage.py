@@ -243,6 +243,28 @@ def test_prefetched_pages_are_read_once(open_flaky: Callable[[Flaky], Storage]) 
     assert store.num_reads == 9
 
 
+def test_close_drops_queued_pages(open_flaky: Callable[[Flaky], Storage]) -> None:
+    class Waiting(Flaky):
+        may_read = threading.Event()
+
+        def read_at(self, size: int, offset: int) -> bytes:
+            assert self.may_read.wait(60)
+            return super().read_at(size, offset)
+
+    store = Waiting(64 * PAGE)
+    files = open_flaky(store)
+    files.prefetch("a/b", [(0, 64 * PAGE)])
+    reader = threading.Thread(target=lambda: read.append(files.read("a/b", 9, 63 * PAGE)))
+    read: list[bytes] = []
+    reader.start()
+    files.close()
+    store.may_read.set()
+    reader.join(60)
+    assert read == [store.data[63 * PAGE : 63 * PAGE + 9]]  # a read under way is not lost
+    cast(ObjectStore, files)._pages._pool.shutdown()
+    assert store.num_reads <= 17
+
+
 def test_failed_cache_writes_lose_no_page(
     open_flaky: Callable[[Flaky], Storage],
     monkeypatch: pytest.MonkeyPatch,
