@@ -32,7 +32,7 @@ from fms_fsdp.config.values import joined
 from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import write_json
+from fms_fsdp.files import replace_file, sync_to_disk, write_json
 from fms_fsdp.prepare.files import Slice
 from fms_fsdp.prepare.formats import Document, Part, Problem, TextFormat, read_part
 from fms_fsdp.prepare.writer import (
@@ -392,7 +392,9 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
         np.save(file, array)
-    temporary.replace(path)
+        file.flush()
+        sync_to_disk(file.fileno(), temporary)  # an existing file counts as complete
+    replace_file(temporary, path)
 
 
 # Processes

@@ -21,6 +21,7 @@ import pytest
 from fms_fsdp.__main__ import main as program
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
+from fms_fsdp.prepare import encode
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.prepare.files import parse_input
 from fms_fsdp.prepare.writer import ShardInfo, ShardWriter, describe
@@ -152,6 +153,19 @@ def test_second_call_makes_only_missing_shards(tmp_path: Path, corpus: str) -> N
     next((output / "web").iterdir()).unlink()
     assert run(output, corpus, **OPTIONS) == first
     assert contents(output) == before
+
+
+def test_hashes_are_on_disk_before_they_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power failure leaves an empty file, which is taken for a complete one."""
+    path = tmp_path / "hashes-00000.npy"
+    synced: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append((os.fstat(fd).st_size, path.exists()))
+    )
+    encode._save(path, np.arange(3, dtype=np.uint64))
+    assert synced[0] == (path.stat().st_size, False)
 
 
 def test_first_copy_of_duplicates_is_kept(
