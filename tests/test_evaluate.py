@@ -384,6 +384,14 @@ def test_sources_are_those_of_the_flags(corpus: Path, tmp_path: Path) -> None:
             r"--eval_datasets \(docs\) must not be trained on",
         ),
         ({"eval_data_path": "{corpus}"}, r"--eval_datasets \(code\) must not be trained on"),
+        (
+            {"eval_data_path": "{corpus}/docs/.."},
+            r"--eval_datasets \(code\) must not be trained on",
+        ),
+        (
+            {"eval_data_path": "{corpus}/docs"},
+            r"\(\.\) must not be trained on, but its shard shard-",
+        ),
         ({"test_data_path": "/none"}, "--test_data_path=/none is not a folder"),
         (
             {"test_data_path": "{corpus}"},

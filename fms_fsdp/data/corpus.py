@@ -16,7 +16,7 @@ import fnmatch
 import hashlib
 import posixpath
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -33,6 +33,7 @@ from fms_fsdp.files import has_control_character, safe_name, shown_name
 
 TABLES = "meta/*counts*.csv"
 SUFFIX = ".arrow"
+HELD_OUT = ("validation/", "test/")  # folders that `prepare --split` writes
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".json", ".txt", ".gz", ".zst")
 OPENED_AT_START = 256  # shards; a larger corpus is checked while it is read
 MAX_TOKENS = 1 << 49  # per source: as far as its order counts exactly
@@ -239,14 +240,22 @@ def delimiter_of(shard: Shard, sep_token: int, trusted: bool = False) -> int:
 def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list[str]:
     """Returns --datasets, or else all folders with shards.
 
-    Folders of another corpus inside this one are left alone: `prepare --split` writes validation/
-    with its own meta/.
+    Held-out data (validation/, test/) and folders of another corpus inside this one are sources
+    only if --datasets names them.
     """
-    inner = tuple(path.rpartition("/meta/")[0] + "/" for path in paths if "/meta/" in path)
-    inner += ("meta/",)
+    inner = tuple(_inner_corpora(paths))
     folders = {path.rpartition("/")[0] or "." for path in paths if path.endswith(SUFFIX)}
-    folders = {folder for folder in folders if not f"{folder}/".startswith(inner)}
+    folders = {folder for folder in folders if not f"{folder}/".startswith("meta/")}
+    skipped = {folder for folder in folders if f"{folder}/".startswith((*HELD_OUT, *inner))}
+    folders -= skipped
     names = list(map(posixpath.normpath, section.datasets)) or sorted(folders)
+    if not section.datasets:
+        _note_skipped(skipped, inner)
+    if not names and skipped:
+        raise MissingInput(
+            f"--data_path={storage.root} has sources only in other corpora or held-out data, e.g. "
+            f"{min(skipped)}; set --data_path to its folder, or name it in --datasets"
+        )
     if not names:
         raise MissingInput(
             f"--data_path={storage.root} must contain {SUFFIX} shards; {_how_to_prepare(paths)}"
@@ -268,6 +277,29 @@ def _source_names(section: DataConfig, storage: Files, paths: list[str]) -> list
                     f"--datasets={name} is inside {other}, which is a source too; name one of them"
                 )
     return names
+
+
+def _inner_corpora(paths: list[str]) -> Iterator[str]:
+    """Yields the folders, with a "/", that have their own meta/ of `prepare`."""
+    for path in paths:
+        folder, _, file = path.rpartition("/meta/")
+        if folder and (fnmatch.fnmatch(file, "*counts*.csv") or file == "tokenizer.json"):
+            yield f"{folder}/"
+
+
+def _note_skipped(skipped: Iterable[str], inner: tuple[str, ...]) -> None:
+    """Logs the folders that are not sources, except the held-out data that `prepare` wrote."""
+    shown = []
+    for folder in sorted(skipped):
+        is_usual = f"{folder}/".startswith(HELD_OUT) and f"{folder.partition('/')[0]}/" in inner
+        if not is_usual:
+            shown.append(folder)
+    if shown:
+        more = ", …" if len(shown) > 8 else ""
+        note_once(
+            f"not sources, because they are held-out data or have their own meta/: "
+            f"{', '.join(shown[:8])}{more}; name them to use them"
+        )
 
 
 def _how_to_prepare(paths: list[str]) -> str:
@@ -314,6 +346,8 @@ def _read_counts(storage: Files, paths: list[str]) -> Counts:
     for path, count in counts.items():
         if min(count) < 0:
             raise UserError(f"{TABLES} has a count below 0 for shard {path}; correct it")
+        if max(count) >= 1 << 63:  # numpy cannot hold it
+            raise UserError(f"{TABLES} has a count of {max(count)} for shard {path}; correct it")
         if path.startswith("/"):
             while path and path not in storage.sizes:
                 path = path.partition("/")[2]
@@ -488,6 +522,17 @@ def changed_shard(paths: Sequence[str], before: str, now: str) -> str | None:
         if a != b and "----" not in (a, b):
             return path
     return None
+
+
+def known_fingerprint(before: str, now: str) -> str:
+    """Returns the fingerprint of now, with the digits of before for shards that cannot be read."""
+    if len(before) != len(now):
+        return now
+    digits = []
+    for i in range(0, len(now), 4):
+        is_unread = now[i : i + 4] == "----"
+        digits.append(before[i : i + 4] if is_unread else now[i : i + 4])
+    return "".join(digits)
 
 
 def _sampled(paths: Sequence[str]) -> list[str]:

@@ -12,15 +12,13 @@ from fms_fsdp.errors import UserError, import_function
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 
 
-# What is answered for a stream that does not have it. Without `begin_after` a new stream begins
-# with its first batch, whatever the number of the step.
+# What is answered for a stream that does not have it.
 ANSWERED: dict[str, Any] = {
     "last_step": None,
     "num_masked_rows": 0,
     "batch_at": lambda step: None,
     "documents": lambda step, limit=8: [],
     "consumption": dict,
-    "begin_after": lambda step: None,
 }
 
 
@@ -34,6 +32,14 @@ class CustomStream:
         if name in ANSWERED:
             return getattr(self._own, name, ANSWERED[name])
         return getattr(self._own, name)
+
+    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+        """Without a method of the user, the stream begins with its first batch, whatever the step.
+
+        `samples_seen` is for a batch ramp, which such a stream does not have.
+        """
+        if hasattr(self._own, "begin_after"):
+            self._own.begin_after(step)
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> list[str]:
         return self._own.load_state_dict(state, step) or []

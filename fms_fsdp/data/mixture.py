@@ -7,8 +7,10 @@ first i sequences that reach an inner node with child quotas a and b, floor((i *
 before" are closed forms in u, O(log sources), in integers alone.
 
 Invariant: every source's own sequences are numbered 0, 1, 2, ... without a gap, and after any
-number of sequences every source is near its share: a split errs by at most a half, and an error
-reaches a leaf shrunk by the leaf's share of the node. Weights are shares of tokens, exactly,
+number of sequences every source is within 1.68 sequences of its share: a split errs by at most a
+half, and an error reaches a leaf shrunk by the leaf's share of the node. A node of a Huffman tree
+weighs at least its child and that child's child together, so these shares are at most 1, 1, 1/2,
+1/3, 1/5 and so on by Fibonacci's numbers, 3.36 in total. Weights are shares of tokens, exactly,
 because all sequences have the same length. Names decide every tie, so the order of the flags is
 immaterial.
 """

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +28,7 @@ from fms_fsdp.data.storage import (
     Storage,
     _retried,
     logger,
+    read_range_of,
     reporting_progress,
 )
 from fms_fsdp.errors import MissingInput, StorageError, UserError, env_int, read_failed
@@ -96,11 +97,18 @@ class ObjectStore(Storage):
             size = self.size(path)
             self.prefetch(path, [(0, 1), (max(0, size - 1), size)])
 
+    def close(self) -> None:
+        """Closes open files and drops pages that no thread has begun to fetch; a later read opens
+        and fetches them again."""
+        self._pages.cancel()
+        super().close()
+
     def real_paths(self, paths: Iterable[str]) -> dict[str, str]:
-        """Returns the paths: a store has no symbolic links, except below file://."""
-        if urlsplit(self.data_path).scheme == "file":
+        """Returns the paths in the store, which has no symbolic links, except below file://."""
+        scheme = urlsplit(self.data_path).scheme
+        if scheme == "file":
             return super().real_paths(paths)
-        return {path: path for path in paths}
+        return {path: f"{scheme}://{self._folder}/{path}" for path in paths}
 
     def _open_filesystem(self) -> tuple[Any, str]:
         from pyarrow import fs
@@ -182,6 +190,8 @@ class PageCache:
         with tempfile.TemporaryFile(buffering=0) as file:
             self._file = LocalFile(os.dup(file.fileno()))
         self._slots: OrderedDict[Page, int] = OrderedDict()
+        self._free_slots = list[int]()  # of pages that could not be written
+        self._has_warned = False
         self._coming: dict[Page, Future[bytes]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(16, "storage")
@@ -199,27 +209,65 @@ class PageCache:
         """Yields the pages in order."""
         coming = self.start(pages)
         for page in pages:
-            yield coming[page].result() if page in coming else self._cached(page)
+            if page not in coming:
+                yield self._cached(page)
+                continue
+            try:
+                yield coming[page].result()
+            except CancelledError:  # of `cancel`
+                yield self._cached(page)
+
+    def cancel(self) -> None:
+        """Drops the pages that no thread has begun to fetch. At its end, the process would wait for
+        all of them, also of a store that does not answer."""
+        with self._lock:
+            for page, future in list(self._coming.items()):
+                if future.cancel():
+                    del self._coming[page]
 
     def _cached(self, page: Page) -> bytes:
         with self._lock:
             slot = self._slots.get(page)
             if slot is not None:
                 self._slots.move_to_end(page)
-                return os.pread(self._file.descriptor, PAGE, slot * PAGE)
+                return read_range_of(self._file.descriptor, PAGE, slot * PAGE)
         return next(iter(self.get([page])))  # replaced in the meantime
 
     def _load(self, page: Page) -> bytes:
         try:
             data = self._fetch(*page)
             with self._lock:
-                slot = len(self._slots)
-                if slot >= self.num_pages:
-                    _, slot = self._slots.popitem(last=False)
-                os.pwrite(self._file.descriptor, data, slot * PAGE)
-                self._slots[page] = slot
                 self.num_fetched += 1
+                self._store(page, data)
             return data
         finally:
             with self._lock:
                 self._coming.pop(page, None)
+
+    def _store(self, page: Page, data: bytes) -> None:
+        """Writes a page to the temporary file. If that fails, the page is fetched again when it is
+        read again. The caller holds the lock."""
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        elif len(self._slots) < self.num_pages:
+            slot = len(self._slots)
+        else:
+            _, slot = self._slots.popitem(last=False)
+        reason = "the file system is full"
+        try:
+            num_written = os.pwrite(self._file.descriptor, data, slot * PAGE)
+        except OSError as error:
+            num_written = 0
+            reason = str(error.strerror)
+        if num_written == len(data):
+            self._slots[page] = slot
+            return
+        self._free_slots.append(slot)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the page cache in %s cannot be written (%s), so pages are fetched again; free disk "
+                "space, or set TMPDIR to another folder",
+                tempfile.gettempdir(),
+                reason,
+            )

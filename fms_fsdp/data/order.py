@@ -285,12 +285,16 @@ class History:
         changes.
 
         Raises:
-            UserError: a skip begins at a step that was trained already.
+            UserError: a skip begins at a step that was trained already, or overlaps another.
         """
-        kept = [phase for phase in self.phases if phase.after <= step]
+        # Phases of untrained steps are planned again: the batch, mixture and skips may change.
+        kept = self.phases[:1]
+        for phase in self.phases[1:]:
+            if phase.after < step:
+                kept.append(phase)
         done = {tuple(phase.skip) for phase in kept}
-        # Skips of later steps are planned again: the batch and mixture may change before them.
-        planned = {tuple(phase.skip) for phase in self.phases[len(kept) :]}
+        planned = {tuple(phase.skip) for phase in self.phases[len(kept) :]} - {()}
+        wanted_skips = sorted(set(map(tuple, skips)) - done)
 
         changes = []
         last = kept[-1]
@@ -302,7 +306,16 @@ class History:
         if changes:
             kept.append(last.next(step, wanted.batch, wanted.quotas, wanted.ramp))
 
-        for a, b in sorted({*planned, *map(tuple, skips)} - done):
+        for a, b in sorted(planned - set(wanted_skips)):
+            changes.append(f"skip: steps {a} to {b - 1} are no longer skipped")
+        previous = (0, 0)
+        for a, b in wanted_skips:
+            if a < previous[1]:
+                raise UserError(
+                    f"--skip_steps={a}:{b} must not overlap {previous[0]}:{previous[1]}; set one "
+                    f"range, {previous[0]}:{max(b, previous[1])}"
+                )
+            previous = (a, b)
             if a <= step:
                 raise UserError(
                     f"--skip_steps={a}:{b} must begin after step {step}, the last trained step; "

@@ -185,7 +185,9 @@ class Shard:
     def ids(self, data: bytes) -> npt.NDArray[Any]:
         """Returns the token ids of bytes of the file, without loss masks."""
         ids = np.frombuffer(data, f"<u{self.width}")
-        return ids & ~np.array(NO_LOSS, ids.dtype) if self.has_masks else ids
+        if self.has_masks and self.width >= 4:  # 16 bits have no such bit
+            return ids & ~np.array(NO_LOSS, ids.dtype)
+        return ids
 
     def _tokens_at(self, addresses: I64) -> list[int]:
         data = b"".join(self.read(self.width, address) for address in addresses.tolist())

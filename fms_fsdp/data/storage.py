@@ -157,7 +157,7 @@ class Storage:
 
         def read_range() -> bytes:
             file = self._open(path)
-            return os.pread(file.descriptor, size, offset)
+            return read_range_of(file.descriptor, size, offset)
 
         return self._retried_read(read_range, path)
 
@@ -252,33 +252,43 @@ def list_files(root: str) -> Listing:
         return inner, linked
 
     with reporting_progress(lambda: f"listing {root}: {counted(len(paths), 'file')}"):
-        folders = [""]
+        # With each folder: its real path, after those of the folders with the links that led to it.
+        folders: list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(root),))]
         while folders:
-            deeper = list[str]()
-            linked = list[str]()
-            for inner, inner_links in in_threads(read_folder, folders):
-                deeper += inner
-                linked += inner_links
-            modes = in_threads(_target_mode, [f"{root}/{path}" for path in linked])
-            for path, mode in zip(linked, modes, strict=True):
-                if stat.S_ISDIR(mode):
-                    deeper.append(path)
-                elif stat.S_ISREG(mode):
+            deeper = list[tuple[str, tuple[str, ...]]]()
+            linked = list[tuple[str, tuple[str, ...]]]()
+            found = in_threads(read_folder, [folder for folder, _ in folders])
+            for (folder, reals), (inner, inner_links) in zip(folders, found, strict=True):
+                for path in inner:
+                    real = f"{reals[-1]}/{path.removeprefix(f'{folder}/')}"
+                    deeper.append((path, (*reals[:-1], real)))
+                linked += [(path, reals) for path in inner_links]
+            targets = in_threads(_target, [f"{root}/{path}" for path, _ in linked])
+            for (path, reals), (mode, target) in zip(linked, targets, strict=True):
+                if stat.S_ISREG(mode):
                     links.append(path)
+                if not stat.S_ISDIR(mode):
+                    continue
+                if any(os.path.commonpath([real, target]) == target for real in reals):
+                    note_once(f"{root}/{path} skipped, because the link leads to a folder above it")
+                    continue
+                deeper.append((path, (*reals, target)))
             folders = deeper
     return Listing(dict.fromkeys(sorted([*paths, *links])), frozenset(links))
 
 
-def _target_mode(link: str) -> int:
-    """Returns the mode of the file or folder that a link leads to, 0 if it leads nowhere."""
+def _target(link: str) -> tuple[int, str]:
+    """Returns the mode of the file or folder that a link leads to, 0 if it leads nowhere; and the
+    real path of a folder."""
     try:
-        return os.stat(link).st_mode
+        mode = os.stat(link).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return 0
+        return 0, ""
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return 0
+            return 0, ""
         raise
+    return mode, os.path.realpath(link) if stat.S_ISDIR(mode) else ""
 
 
 def in_threads(function: Callable[[T], Result], values: Iterable[T]) -> list[Result]:
@@ -329,6 +339,18 @@ def _retried(
             text = "try %d of %d failed: %s: %s"
             logger.warning(text, attempt + 1, NUM_LOCAL_TRIES, name, error.strerror)
     raise failure
+
+
+def read_range_of(descriptor: int, size: int, offset: int) -> bytes:
+    """Returns `size` bytes at `offset`, fewer at the end of the file only: one call may return fewer
+    on some file systems (FUSE with direct_io), and never returns more than 2 GiB."""
+    data = os.pread(descriptor, size, offset)
+    while 0 < len(data) < size:
+        more = os.pread(descriptor, size - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
 
 
 class LocalFile:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
@@ -23,7 +23,7 @@ import numpy as np
 from fms_fsdp.config import DataConfig
 from fms_fsdp.config.formats import parse_skips
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, sequences_of_rank
-from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard
+from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard, known_fingerprint
 from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit_logical_shards
@@ -86,8 +86,9 @@ class Stream(Protocol):
             UserError: the state is of other data.
         """
 
-    def begin_after(self, step: int) -> None:
-        """Makes step + 1 the first step of the data, none of which has been seen."""
+    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen. A batch ramp
+        continues after the `samples_seen` sequences of the steps before."""
 
     def close(self) -> None:
         """Ends threads and closes files."""
@@ -135,12 +136,14 @@ class TokenStream:
             )
         quotas = slot_quotas({source.name: source.weight for source in sources})
         self._wanted = Phase(0, batch, quotas, self.rampup)
-        self._skips = parse_skips("skip_steps", self.section.skip_steps)
+        skips = "" if self.section.use_dummy_dataset else self.section.skip_steps
+        self._skips = parse_skips("skip_steps", skips)
         self._shards = Lru(SHARD_BYTES, self._open_shard)
         self._windows = Lru(WINDOW_BYTES, self._make_window)
         self.readers: dict[str, SourceReader] = {}
         self.open_sources(self.corpus)
-        self._masked: Counter[int] = Counter()  # sequences of this rank by step
+        self._masked = dict[int, int]()  # sequences of this rank by step that is not consumed
+        self._num_masked_rows = 0
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "data")
         self._ahead: deque[Future[Batch]] = deque()
@@ -160,9 +163,11 @@ class TokenStream:
                 source, corpus.storage, self._shards, corpus.sep_token, self.vocab_size, *masks
             )
 
-    def begin_after(self, step: int) -> None:
-        """Makes step + 1 the first step of the data, none of which has been seen."""
-        self._continue(History([replace(self._wanted, after=step)]), {}, step)
+    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+        """Makes step + 1 the first step of the data, none of which has been seen. A batch ramp
+        continues after the `samples_seen` sequences of the steps before."""
+        first = replace(self._wanted, after=step, seen=samples_seen)
+        self._continue(History([first]), {}, step)
 
     def next_batch(self) -> Batch:
         """Returns the sequences of the next step and counts the step as consumed.
@@ -180,6 +185,8 @@ class TokenStream:
         batch = self._ahead[0].result()
         self._ahead.popleft()
         self.step += 1
+        # The thread changes `_masked` meanwhile, so nothing may iterate over it.
+        self._num_masked_rows += self._masked.pop(self.step, 0)
         self._fill()
         return batch
 
@@ -214,13 +221,16 @@ class TokenStream:
         start, stop = sequences_of_rank(size, dp_rank, dp_size)
         batch = empty_batch(stop - start, self.section.seq_length, pin_memory=self.pin_memory)
         columns = [tensor.numpy() for tensor in batch]
-        self._masked.pop(step, None)  # a step that is read twice counts once
+        num_masked = 0
         for i, address in enumerate(self.order.addresses(step, start, stop)):
             out = Columns(*(column[i] for column in columns))
             try:
                 self.read(address, out)
             except ShardError as error:
                 self._mask(error, step, address, out)
+                num_masked += 1
+        if step > self.step and num_masked:  # a step that is read twice counts once
+            self._masked[step] = num_masked
         return batch
 
     def read(self, address: Address, out: Columns) -> None:
@@ -289,7 +299,7 @@ class TokenStream:
     def num_masked_rows(self) -> int:
         """Returns how many sequences of this rank were unreadable and masked, up to the last
         consumed step."""
-        return sum(count for step, count in self._masked.items() if step <= self.step)
+        return self._num_masked_rows
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the values that, with step and shards, determine every step, as JSON."""
@@ -344,21 +354,23 @@ class TokenStream:
         New sources get their number of logical shards here; sources in `known` keep it.
         """
         self._drop_ahead()
+        self._masked.clear()
         history, changes = history.extend(step, self._wanted, self._skips)
         section = self.section
         quotas = self._wanted.quotas
         self._known = dict(known)
         size = section.seq_length
         for source in self.corpus.sources:
+            content = source.fingerprint
             if source.name in known:
                 shards = known[source.name][3]
+                content = known_fingerprint(known[source.name][4], content)
             else:
                 share = quotas[source.name] / NUM_SLOTS
                 total = source.num_tokens // size
                 shards = fit_logical_shards(total, share, section.logical_shards)
             num_files = len(source.paths)
             tokens = source.num_tokens
-            content = source.fingerprint
             self._known[source.name] = [source.digest, num_files, tokens, shards, content]
         orders = {}
         for name, (_, _, tokens, shards, _) in self._known.items():
@@ -422,7 +434,6 @@ class TokenStream:
         where = f"{address.source} sequence {address.n}, step {step}"
         if self.section.on_missing != "mask" or isinstance(error, TokenError):
             raise type(error)(f"{error} [{where}]") from error
-        self._masked[step] += 1
         logger.warning("sequence masked: %s [%s]", error, where)
         out.tokens.fill(self.corpus.sep_token)
         out.labels.fill(IGNORED_LABEL)

@@ -27,10 +27,17 @@ from fms_fsdp.data.storage import Storage, open_storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.data.tokenizer import UnusableTokenizer, find_tokenizer, folder_tokenizer
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
+from fms_fsdp.tokenizers.tokenizer import (
+    Tokenizer,
+    UsedTokenizer,
+    check_same_tokenizer,
+    counts_bytes,
+)
 
 # of the order; not the run's, so that runs of different seeds are evaluated on the same rows
 SEED = 0x6576616C
+
+LOGICAL_SHARDS = 1024  # of the order, too: --logical_shards is for training
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +225,12 @@ def _scan(
     used: UsedTokenizer | None,
 ) -> HeldOutListing:
     data = replace(
-        found.data, use_dummy_dataset=False, dataset_builder="", skip_steps="", max_epochs=None
+        found.data,
+        use_dummy_dataset=False,
+        dataset_builder="",
+        skip_steps="",
+        max_epochs=None,
+        logical_shards=LOGICAL_SHARDS,
     )
     try:
         corpus = open_corpus(data, files)
@@ -228,14 +240,9 @@ def _scan(
     except UserError as error:
         text = str(error).replace("--datasets", "--eval_datasets").replace("--data_path", flag)
         raise type(error)(text) from error
-    if trained is not None and trained.storage.root == corpus.storage.root:
-        for source in corpus.sources:
-            if trained.source(source.name):
-                name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
-                raise UserError(
-                    f"{name} ({source.name}) must not be trained on; set --datasets to the sources to "
-                    "train on, or name others here"
-                )
+    if trained is not None:
+        name = "--eval_datasets" if found.group == "eval" else f"{flag}, source"
+        _check_not_trained_on(corpus, trained, name)
     folders = (data.data_path, _folder_above(data.data_path), data_path)
     if used is not None:
         name = f"{flag} ({corpus.storage.root})"
@@ -248,6 +255,19 @@ def _scan(
         )
     table = _token_bytes(corpus, folders, found.vocab_size)
     return replace(found, data=data, corpus=corpus, token_bytes=table)
+
+
+def _check_not_trained_on(corpus: Corpus, trained: Corpus, name: str) -> None:
+    """Raises UserError if a held-out shard is trained on, whatever path leads to it."""
+    trained_paths = [path for source in trained.sources for path in source.paths]
+    trained_on = set(trained.storage.real_paths(trained_paths).values())
+    for source in corpus.sources:
+        for path, real in corpus.storage.real_paths(source.paths).items():
+            if real in trained_on:
+                raise UserError(
+                    f"{name} ({source.name}) must not be trained on, but its shard {path} is; set "
+                    "--datasets to the sources to train on, or name others here"
+                )
 
 
 def _about_short_source(group: str, flag: str, problem: str) -> str:
@@ -290,7 +310,8 @@ def _find_tokenizer(corpus: Corpus, folders: tuple[str, ...]) -> Tokenizer | Non
 
 
 def _token_bytes(corpus: Corpus, folders: tuple[str, ...], vocab_size: int) -> I64 | None:
-    """Returns the bytes by token id; None if the tokenizer of the shards is in none of the folders."""
+    """Returns the bytes by token id; None if the tokenizer of the shards is in none of the folders,
+    or the bytes of its tokens are unknown."""
     try:
         tokenizer = _find_tokenizer(corpus, folders)
     except UnusableTokenizer as error:  # training does not need it
@@ -299,6 +320,9 @@ def _token_bytes(corpus: Corpus, folders: tuple[str, ...], vocab_size: int) -> I
     if tokenizer is None:
         root = corpus.storage.root
         logger.info("bits per byte are not computed: no tokenizer of these shards in %s", root)
+        return None
+    if not counts_bytes(tokenizer):
+        logger.info("bits per byte are not computed: the tokens do not spell the text")
         return None
     table = tokenizer.token_bytes()
     return np.pad(table, (0, max(0, vocab_size - len(table))))

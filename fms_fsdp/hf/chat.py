@@ -17,6 +17,7 @@ from fms_fsdp.files import read_json_object, write_json
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, token_text
 
 CHAT_FILE = "meta/chat.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # fields of generation_config.json that are carried over, or that say nothing about sampling
 _KNOWN = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "transformers_version"}
 
@@ -135,13 +136,26 @@ def read_chat_settings(folder: Path) -> ChatSettings:
     )
 
 
-def save_chat_settings(tokenizer: str, output: Path) -> None:
-    """Keeps the chat settings of --tokenizer with its shards; removes another tokenizer's."""
+def find_chat_settings(tokenizer: str) -> ChatSettings:
+    """Returns the chat settings of --tokenizer.
+
+    Raises:
+        UserError: a file is malformed.
+    """
     path = Path(tokenizer).expanduser()
-    folder = path if path.is_dir() else path.parent
-    found = NO_CHAT
-    if tokenizer and tokenizer != "byte":
-        found = read_chat_settings(folder)
+    if not tokenizer or tokenizer == "byte":
+        return NO_CHAT
+    if path.is_dir():
+        return read_chat_settings(path)
+    folder = path.parent
+    is_of_checkpoint = path.name in _TOKENIZER_FILES
+    if is_of_checkpoint or (folder / "tokenizer_config.json").is_file():
+        return read_chat_settings(folder)
+    return NO_CHAT  # a config.json next to a model file may be anything
+
+
+def save_chat_settings(found: ChatSettings, output: Path) -> None:
+    """Keeps the chat settings of a tokenizer with its shards; removes another tokenizer's."""
     kept = output / CHAT_FILE
     if found:
         write_json(kept, asdict(found))

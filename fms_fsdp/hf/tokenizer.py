@@ -130,7 +130,7 @@ def _write_tokenizer_json(tokenizer: Tokenizer, path: Path, bos_id: int | None) 
         names = {number: piece for piece, number in vocab.items()}
     else:  # [piece, score] by id
         names = {number: entry[0] for number, entry in enumerate(vocab)}
-    names |= {entry["id"]: entry["content"] for entry in content["added_tokens"]}
+    names |= {entry["id"]: entry["content"] for entry in content.get("added_tokens") or []}
     content = {**content, "truncation": None, "padding": None, "post_processor": None}
     if bos_id is not None:
         bos = names[bos_id]

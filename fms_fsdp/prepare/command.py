@@ -12,6 +12,7 @@ from typing import Any
 from fms_fsdp.config import flag
 from fms_fsdp.data.tokenizer import parse_description
 from fms_fsdp.errors import UserError
+from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.encode import ShardsConfig, ShardSettings, TextReader, make_shards, note
 from fms_fsdp.prepare.files import (
     InputFile,
@@ -37,6 +38,7 @@ from fms_fsdp.tokenizers.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     Vocabulary,
+    adds_space,
     load_tokenizer,
 )
 
@@ -50,6 +52,7 @@ _TRAINING_OPTIONS = (
     "vocab_size tokenizer_type tokenizer_sample_mb text_key text_separator limit_docs"
 )
 _SENTENCE_CHARS = 2048  # sentencepiece trains on parts of documents
+_SPACE = "\u2581"  # of sentencepiece
 _TRAINING_THREADS = 4  # fixed, because the trained model depends on it
 
 
@@ -228,11 +231,16 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         raise UserError(
             "--tokenizer is missing; set byte, a model file or a folder, or --train_tokenizer"
         )
+    if _SPACE in tokenizer.decode(tokenizer.encode(["a b"])[0].tolist()):
+        note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
     vocabulary = tokenizer.vocabulary
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
+    if config.prompt_key and adds_space(tokenizer):
+        plans = [{**plan, "responses": "continued"} for plan in plans]
+    chat = find_chat_settings(config.tokenizer)  # its errors come before the plans are written
     check_plans(output, sources, plans, config.overwrite)
     if not is_known:
-        save_tokenizer(output, tokenizer, config.tokenizer, training)
+        save_tokenizer(output, tokenizer, chat, training)
     return vocabulary
 
 
@@ -310,6 +318,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str) 
             model_type=model_type,
             byte_fallback=True,
             character_coverage=0.9999,
+            required_chars=_SPACE,  # its own mark for a space is not spelled in bytes of the space
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,

@@ -26,6 +26,7 @@ from fms_fsdp.config import flag
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import map_or_read
+from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.encode import Encoded, ShardsConfig, ShardSettings, make_shards
 from fms_fsdp.prepare.files import InputFile, Slice, find_files, parse_input, unique_files
 from fms_fsdp.prepare.formats import Part, Problem, open_arrow
@@ -134,9 +135,10 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         options["bos"] = f"{config.bos} {config.bos_id}"
     with lock_output(config.folder):
         plans = [{"inputs": source.inputs_digest, **options} for source in sources]
+        chat = find_chat_settings(config.tokenizer)  # its errors come before the plans are written
         check_plans(config.folder, sources, plans, config.overwrite)
         if tokenizer:
-            save_tokenizer(config.folder, tokenizer, config.tokenizer)
+            save_tokenizer(config.folder, tokenizer, chat)
         bos_id = -1 if config.bos_id is None else config.bos_id
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
         info = replace(info, has_masks=has_masks)
@@ -169,11 +171,26 @@ def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> Prepared
     for path in paths:
         is_file = os.path.isfile(os.path.expanduser(path))
         files += find_files(path, () if is_file else PATTERNS, output=config.folder)
+    read = list[InputFile]()  # the shards depend on the partners, too
     for index, file in enumerate(unique_files(files)):
+        read += [file, *_partner(file)]
         ids = _ids_path(file.path)
         num_bytes = os.path.getsize(ids) if os.path.isfile(ids) else 0
         slices.append(Slice(index, (Part(file.path, 0, file.size, num_bytes),)))
-    return PreparedSource(name, unique_files(files), tuple(slices), config.folder)
+    return PreparedSource(name, tuple(read), tuple(slices), config.folder)
+
+
+def _partner(file: InputFile) -> list[InputFile]:
+    """Returns the .bin of an .idx or the .index of a .ds; [] if it is missing, or of another
+    format."""
+    suffix = os.path.splitext(file.path)[1]
+    if suffix not in (".idx", ".ds"):
+        return []
+    path = _ids_path(file.path) if suffix == ".idx" else f"{file.path}.index"
+    if not os.path.isfile(path):
+        return []
+    stat = os.stat(path)
+    return [InputFile(path, f"{file.name} partner", stat.st_size, stat.st_mtime_ns)]
 
 
 def _has_masks(path: str) -> bool:
@@ -276,6 +293,8 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
         missing = " or ".join(names)
         raise UserError(f"has no column {missing}, only {', '.join(schema.names)}; set --column")
     name = present[0]
+    if schema.names.count(name) > 1:
+        raise UserError(f"has {schema.names.count(name)} columns {name}; write it with one")
     kind = schema.field(name).type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         is_valid = pa.types.is_integer(kind.value_type)

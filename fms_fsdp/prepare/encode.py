@@ -32,7 +32,7 @@ from fms_fsdp.config.values import joined
 from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import write_json
+from fms_fsdp.files import replace_file, sync_to_disk, write_json
 from fms_fsdp.prepare.files import Slice
 from fms_fsdp.prepare.formats import Document, Part, Problem, TextFormat, read_part
 from fms_fsdp.prepare.writer import (
@@ -45,7 +45,13 @@ from fms_fsdp.prepare.writer import (
     Stats,
     publish,
 )
-from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens, load_tokenizer
+from fms_fsdp.tokenizers.tokenizer import (
+    Tokenizer,
+    Tokens,
+    adds_space,
+    encode_continuations,
+    load_tokenizer,
+)
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -98,6 +104,7 @@ class Encoded(NamedTuple):
     tokens: Tokens
     document: Document | None = None
     unk_tokens: int = 0
+    eos_tokens: int = 0  # that the text spells
 
 
 class Reader(Protocol):
@@ -150,18 +157,26 @@ class TextReader:
                 elif self.max_tokens is not None and len(tokens) > self.max_tokens:
                     yield Problem(f"longer than {self.max_tokens} tokens")
                 else:
-                    unk_tokens = _count_unk(tokens, unk_id)
+                    unk_tokens = _count(tokens, unk_id)
+                    eos_tokens = _count(tokens, tokenizer.vocabulary.eos_id)
                     if self.append_eos:
                         tokens = np.concatenate([tokens, eos])
-                    yield Encoded(tokens, document, unk_tokens)
+                    yield Encoded(tokens, document, unk_tokens, eos_tokens)
 
     def _encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> Sequence[Tokens]:
         """Returns the ids of each document.
 
         A prompt is encoded separately, as in generation, and its ids and the BOS token are masked.
+        The response continues it.
         """
-        responses = tokenizer.encode([document.text[document.prompt :] for document in documents])
-        has_prompts = any(document.prompt for document in documents)
+        texts = [document.text[document.prompt :] for document in documents]
+        responses = tokenizer.encode(texts)
+        after_prompt = [number for number, document in enumerate(documents) if document.prompt]
+        has_prompts = bool(after_prompt)
+        if has_prompts and adds_space(tokenizer):
+            continued = encode_continuations(tokenizer, [texts[number] for number in after_prompt])
+            for number, row in zip(after_prompt, continued, strict=True):
+                responses[number] = row
         bos = [] if self.bos_id is None else [self.bos_id]
         if not has_prompts and not bos:
             return responses
@@ -175,10 +190,11 @@ class TextReader:
         return rows
 
 
-def _count_unk(tokens: Tokens, unk_id: int | None) -> int:
-    if unk_id is None:
+def _count(tokens: Tokens, number: int | None) -> int:
+    """Returns how often an id occurs, also in prompts."""
+    if number is None:
         return 0
-    return int(np.count_nonzero(tokens & np.uint32(NO_LOSS - 1) == unk_id))  # in prompts too
+    return int(np.count_nonzero(tokens & np.uint32(NO_LOSS - 1) == number))
 
 
 def _batches(parts: Sequence[Part], form: TextFormat) -> Iterator[list[Document | Problem]]:
@@ -328,7 +344,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
         except UserError as error:
             where = f"--input={job.slice.parts[0].path}, document {stats.records + 1}"
             raise UserError(f"{where}: {error}") from error
-        stats.add(len(tokens), record.document, record.unk_tokens)
+        stats.add(len(tokens), record.document, record.unk_tokens, record.eos_tokens)
     for split in list(writers):
         close(split)
     result = SliceResult(shards=shards, stats=vars(stats))
@@ -376,7 +392,9 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
         np.save(file, array)
-    temporary.replace(path)
+        file.flush()
+        sync_to_disk(file.fileno(), temporary)  # an existing file counts as complete
+    replace_file(temporary, path)
 
 
 # Processes
@@ -431,9 +449,16 @@ def _run_in_processes(
     work: Callable[[Job], Result], jobs: Sequence[Job], sizes: Sequence[int], workers: int
 ) -> Iterator[tuple[int, Result]]:
     before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker
-    )
+    try:
+        pool = ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), initializer=_start_worker
+        )
+    except (OSError, ImportError, NotImplementedError) as error:  # of its semaphores
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        raise UserError(
+            f"--num_workers={workers} requires semaphores in /dev/shm, which fail here ({reason}); "
+            "mount /dev/shm, or set --num_workers=1"
+        ) from error
     try:
         largest_first = sorted(range(len(jobs)), key=lambda i: -sizes[i])
         futures = {pool.submit(work, jobs[i]): i for i in largest_first}

@@ -43,6 +43,9 @@ _UNSUPPORTED = re.compile(
     r"|\.tar\.(gz|zst|xz|bz2)$|\.(parquet|arrow)\.(gz|zst|xz|bz2)$"
 )
 _BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")  # UTF-32 in little endian begins with the first, too
+_UTF32_BOM = b"\0\0\xfe\xff"
+_ICONV = "iconv -f UTF-16 -t UTF-8"
 _READ_BYTES = 1 << 13  # of a compressed file, per step
 _MAX_OUTPUT_BYTES = 1 << 20  # of a decompressor, per step
 
@@ -279,6 +282,7 @@ def _read_json_lines(part: Part, form: TextFormat) -> Records:
     with _open_stream(part.path) as stream:
         is_plain = suffix_of(part.path) not in COMPRESSED
         position = 0
+        _check_encoding(part.path, stream.peek(4))
         if part.start:  # a line belongs to the part that contains its first byte
             stream.seek(part.start - 1)
             position = part.start - 1 + len(stream.readline())
@@ -286,8 +290,8 @@ def _read_json_lines(part: Part, form: TextFormat) -> Records:
         for number, line in enumerate(stream, start=1):
             if is_plain and position >= part.stop:
                 return
-            text = line if position else line.removeprefix(_BOM)
             position += len(line)
+            text = line.removeprefix(_BOM)
             if not text.strip():
                 yield Problem("blank line")
                 continue
@@ -297,6 +301,16 @@ def _read_json_lines(part: Part, form: TextFormat) -> Records:
                 yield Problem(record, where, malformed=True)
             else:
                 yield record
+
+
+def _check_encoding(path: str, head: bytes) -> None:
+    """Raises UserError for JSON in UTF-16 or UTF-32: its lines can't be told apart by the byte
+    0x0A, and the first character of JSON is ASCII, so a NUL in it is half of a wider one."""
+    if head.startswith(_UTF16_BOMS) or b"\0" in head[:2]:
+        raise UserError(
+            f"--input={path} must be UTF-8, but is UTF-16 or UTF-32; convert it ({_ICONV} FILE "
+            ">NAME.jsonl) or exclude the file"
+        )
 
 
 def _lines_before(path: str, stop: int) -> int:
@@ -312,7 +326,7 @@ def _lines_before(path: str, stop: int) -> int:
 def _parse_line(line: bytes, form: TextFormat) -> Document | str:
     """Returns the document of a JSON line, or the reason why there is none."""
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())  # of bytes, json guesses the encoding
     except UnicodeDecodeError:
         return "not UTF-8"
     except (ValueError, RecursionError):
@@ -325,7 +339,9 @@ def _parse_line(line: bytes, form: TextFormat) -> Document | str:
 def _read_json(part: Part, form: TextFormat) -> Records:
     """Yields the records of an array, which begins with "[", or else those of JSON lines."""
     with _open_stream(part.path) as stream:
-        start = stream.peek(1).removeprefix(_BOM).lstrip()
+        head = stream.peek(4)
+        _check_encoding(part.path, head)
+        start = head.removeprefix(_BOM).lstrip()
         is_array = start[:1] == b"["
         body = stream.read(DOCUMENT_LIMIT + 1) if is_array else b""
     if not is_array:
@@ -337,7 +353,7 @@ def _read_json(part: Part, form: TextFormat) -> Records:
             "JSON lines: jq -c '.[]' FILE >NAME.jsonl"
         )
     try:
-        records = json.loads(body.removeprefix(_BOM))
+        records = json.loads(body.removeprefix(_BOM).decode())
     except (ValueError, RecursionError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON"
         yield Problem(reason, part.path, malformed=True)
@@ -415,6 +431,12 @@ def _columns(path: str, schema: pa.Schema, form: TextFormat) -> list[str]:
                 remedy = "for token ids use `python -m fms_fsdp convert`"
             rule = f"is not a column of {path}, which has {', '.join(schema.names)}"
             raise UserError(f"--text_key={key} {rule}; {remedy}")
+    for column in columns:
+        if schema.names.count(column) > 1:
+            raise UserError(
+                f"--text_key={column} must be one column, but {path} has "
+                f"{schema.names.count(column)} of this name; write the table without the others"
+            )
     return list(dict.fromkeys(columns))
 
 
@@ -452,6 +474,9 @@ def _read_text(part: Part, form: TextFormat) -> Records:
     """Yields one document per file, or the texts between separators."""
     with _open_stream(part.path) as stream:
         head = stream.read(8192)
+        if head.startswith((*_UTF16_BOMS, _UTF32_BOM)):
+            yield Problem(f"UTF-16 or UTF-32 (convert it: {_ICONV})", part.path)
+            return
         if b"\0" in head:
             yield Problem("binary file", part.path)
             return

@@ -4,7 +4,7 @@
     OUT/meta/                         counts.csv, summary.json, tokenizer.json
     OUT/validation/, OUT/test/        data folders of their own with the same sources
     OUT/.partial/SOURCE/SPLIT/…       shards of a source in progress
-    OUT/meta/prepare/SOURCE/          its journal: plan.json, slice-N.json
+    OUT/meta/prepare/SOURCE/          its journal: plan.json, slice-N.json; replaced.json for a while
 
 A source folder appears complete or not at all, a journal entry is written after its shards, and the
 counts file is written last: so a command that was killed resumes when it is run again.
@@ -32,7 +32,7 @@ import pyarrow as pa
 from fms_fsdp.config.values import counted
 from fms_fsdp.console import table
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.tokenizer import unk_warning
+from fms_fsdp.data.tokenizer import parse_description, unk_warning
 from fms_fsdp.errors import FULL_DISK, UserError
 from fms_fsdp.files import (
     replace_file,
@@ -41,7 +41,7 @@ from fms_fsdp.files import (
     write_atomically,
     write_json,
 )
-from fms_fsdp.hf.chat import save_chat_settings
+from fms_fsdp.hf.chat import ChatSettings, save_chat_settings
 from fms_fsdp.prepare.files import InputFile, Slice
 from fms_fsdp.prepare.formats import Document, Problem
 from fms_fsdp.run.run_dir import lock_folder
@@ -50,6 +50,7 @@ from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 SPLITS = ("train", "validation", "test")
 MAX_BATCH_DOCUMENTS = 65_536
 MAX_BATCH_TOKENS = 1 << 22
+_REPLACED = "replaced.json"  # in a journal: the splits that its source had before --overwrite
 _SHOWN_BAD = 5
 _NOUNS = ("binary file", "blank line", "duplicate", "empty document")  # reasons to count
 
@@ -118,7 +119,9 @@ class ShardWriter:
 
     def add(self, tokens: Tokens) -> None:
         """Appends a document. Raises: UserError: an id is outside the vocabulary."""
-        ids = tokens & (NO_LOSS - 1) if self.info.has_masks else tokens
+        ids = tokens
+        if self.info.has_masks and tokens.dtype.itemsize >= 4:  # 16 bits have no such bit
+            ids = tokens & (NO_LOSS - 1)
         if len(ids):
             low = 0 if ids.dtype.kind == "u" else int(ids.min())
             high = int(ids.max())
@@ -199,6 +202,7 @@ class Stats:
     left_out: Counter[str] = field(default_factory=Counter)
     lengths: Counter[str] = field(default_factory=Counter)
     unk_tokens: int = 0
+    eos_tokens: int = 0
 
     def skip(self, problem: Problem) -> None:
         """Counts a record that is not used."""
@@ -208,12 +212,19 @@ class Stats:
             self.num_bad += 1
             self.bad = [*self.bad, f"{problem.where} {problem.reason}"][:_SHOWN_BAD]
 
-    def add(self, num_tokens: int, document: Document | None, unk_tokens: int = 0) -> None:
+    def add(
+        self,
+        num_tokens: int,
+        document: Document | None,
+        unk_tokens: int = 0,
+        eos_tokens: int = 0,
+    ) -> None:
         """Counts a document of `num_tokens` tokens, and its text if it was read as text."""
         self.records += 1
         self.documents += 1
         self.tokens += num_tokens
         self.unk_tokens += unk_tokens
+        self.eos_tokens += eos_tokens
         self.lengths[str(num_tokens.bit_length())] += 1
         if document is not None:
             self.chars += len(document.text)
@@ -267,6 +278,12 @@ def describe(stats: Mapping[str, Stats]) -> str:
         warning = unk_warning(name, part.unk_fraction)
         if warning:
             lines.append(f"warning: {warning}")
+        if part.eos_tokens:
+            lines.append(
+                f"warning: texts of source {name} spell the EOS token, which then ends a document in "
+                f"its middle: {counted(part.eos_tokens, 'time')}; remove it from the text, or set "
+                "another --eos_token"
+            )
     return "\n".join(lines)
 
 
@@ -301,6 +318,26 @@ class PreparedSource:
         listing = [(file.name, file.size, file.mtime_ns) for file in self.files]
         return hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
 
+    def own_splits(self) -> set[str]:
+        """Returns the splits whose folder in the output is this source's, also of replaced plans."""
+        entries = map(_read_entry, sorted(self.journal.glob("slice-*.json")))
+        return splits_of(entries) | self._replaced_splits()
+
+    def _replaced_splits(self) -> set[str]:
+        path = self.journal / _REPLACED
+        return set(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else set()
+
+    def start_over(self, plan: dict[str, Any]) -> None:
+        """Begins a journal with this plan; the shards of the old one stay until `publish`."""
+        own = self.own_splits()
+        if own:
+            write_json(self.journal / _REPLACED, sorted(own))
+        for path in self.journal.glob("*"):
+            if path.name != _REPLACED:
+                path.unlink()
+        shutil.rmtree(self.partial, ignore_errors=True)
+        write_json(self.journal / "plan.json", plan)
+
     def finished(self) -> dict[int, SliceResult]:
         """Returns the journal entries whose shards exist; none if a published part lost a shard."""
         results = {}
@@ -328,18 +365,19 @@ class PreparedSource:
         for pattern in ("hashes-*.npy", "duplicates-*.npy", ".*.tmp"):
             for path in self.journal.glob(pattern):
                 path.unlink()
-        if not self.partial.is_dir():
-            return
-        for split in SPLITS:
-            made = self.partial / split
-            final = self.final(split)
-            if split in splits and not made.is_dir():
-                continue  # published before the interruption
-            shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
-            if split in splits:
+        if self.partial.is_dir():
+            for split in self._replaced_splits() - splits:
+                shutil.rmtree(self.final(split), ignore_errors=True)
+            for split in SPLITS:
+                made = self.partial / split
+                if split not in splits or not made.is_dir():
+                    continue  # not made, or published before the interruption
+                final = self.final(split)
+                shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
                 final.parent.mkdir(parents=True, exist_ok=True)
                 made.rename(final)
-        shutil.rmtree(self.partial)
+            shutil.rmtree(self.partial)
+        (self.journal / _REPLACED).unlink(missing_ok=True)
 
 
 def splits_of(results: Iterable[SliceResult]) -> set[str]:
@@ -370,21 +408,35 @@ def lock_output(output: Path) -> Iterator[None]:
         finally:
             if created and os.listdir(output) == [".lock"]:
                 (output / ".lock").unlink()
-                for folder in created:
-                    folder.rmdir()
+                with suppress(OSError):  # another call may have made its output in one of them
+                    for folder in created:
+                        folder.rmdir()
 
 
 def save_tokenizer(
-    output: Path, tokenizer: Tokenizer, name: str, trained_on: dict[str, Any] | None = None
+    output: Path,
+    tokenizer: Tokenizer,
+    chat: ChatSettings,
+    trained_on: dict[str, Any] | None = None,
 ) -> None:
-    """Saves a copy of --tokenizer=NAME with the shards.
+    """Saves a copy of the tokenizer with the shards.
 
-    It consists of its files, its description meta/tokenizer.json, and its chat settings.
+    It consists of its files, its description meta/tokenizer.json, and its chat settings. The files
+    of a tokenizer of another kind that it replaces are removed.
     """
+    path = output / "meta" / "tokenizer.json"
+    replaced = None
+    if path.is_file():
+        replaced, _ = parse_description(path.read_bytes(), str(path))
     tokenizer.save(output)
-    save_chat_settings(name, output)
+    save_chat_settings(chat, output)
     description = {**asdict(tokenizer.vocabulary), "trained_on": trained_on}
-    write_json(output / "meta" / "tokenizer.json", description)
+    write_json(path, description)
+    if replaced is not None and replaced.kind != tokenizer.vocabulary.kind:
+        if replaced.file_name:
+            (output / replaced.file_name).unlink(missing_ok=True)
+        if replaced.kind == "huggingface":
+            (output / "tokenizer_config.json").unlink(missing_ok=True)
 
 
 def check_plans(
@@ -398,7 +450,8 @@ def check_plans(
     A plan contains everything that the shards of a source depend on.
 
     Raises:
-        UserError: a source was made differently, by another program, or with another tokenizer.
+        UserError: a source was made differently, by another program, or with another tokenizer or
+            EOS token.
     """
     known = dict[str, dict[str, Any]]()  # the plans of earlier calls, by source
     for path in _journals(output, "plan.json"):
@@ -412,8 +465,23 @@ def check_plans(
                 f"--output={output} contains source {name} made with another tokenizer; remove --tokenizer "
                 "and --train_tokenizer to use that one, or choose another folder"
             )
+        if name not in names and plan["eos_id"] != plans[0]["eos_id"]:
+            raise UserError(
+                f"--output={output} contains source {name}, whose documents end with id "
+                f"{plan['eos_id']}, not {plans[0]['eos_id']}; give all sources the same EOS token, or "
+                "choose another folder"
+            )
     for source, plan in zip(sources, plans, strict=True):
         old = known.get(source.name)
+        own = source.own_splits()
+        for split, ratio in zip(SPLITS, plan["split"], strict=False):
+            folder = source.final(split)
+            if split == SPLITS[0] or split in own or not ratio or not folder.exists():
+                continue
+            raise UserError(
+                f"--output={output} has a folder {split}/{source.name} that this source did not "
+                "make; remove it, or choose another name or folder"
+            )
         if overwrite or old == plan:
             continue
         if old is not None:
@@ -425,9 +493,7 @@ def check_plans(
             raise UserError(f"--output={output} {rule}; choose another name or folder")
     for source, plan in zip(sources, plans, strict=True):
         if known.get(source.name) != plan:
-            shutil.rmtree(source.journal, ignore_errors=True)
-            shutil.rmtree(source.partial, ignore_errors=True)
-            write_json(source.journal / "plan.json", plan)
+            source.start_over(plan)
 
 
 def publish(
@@ -495,6 +561,8 @@ def _write_counts(output: Path) -> None:
     for split in reversed(SPLITS):
         folder = output if split == SPLITS[0] else output / split
         path = folder / "meta" / "counts.csv"
+        if split != SPLITS[0] and (folder / "meta" / "prepare").is_dir():
+            continue  # the output of another call, which wrote the counts of its sources
         if rows[split] or path.exists():
             text = io.StringIO()
             writer = csv.writer(text, lineterminator="\n")

@@ -118,7 +118,7 @@ def open_stream(
     start = resume.start
     changes = list[str]()
     if resume.fresh_data:
-        stream.begin_after(start.step)
+        stream.begin_after(start.step, start.rows_seen)
     elif resume.is_resume:
         try:
             changes = stream.load_state_dict(start.data, start.step)

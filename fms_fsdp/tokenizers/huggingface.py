@@ -35,7 +35,8 @@ _END_NAMES = (
     "<|im_end|>",
     "[SEP]",
 )
-
+# classes of transformers; others split numbers or letters in another way
+_LIKE_GPT2 = ("GPT2Tokenizer", "RobertaTokenizer", "CodeGenTokenizer")
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs a process per core
 
@@ -143,14 +144,24 @@ class HFTokenizer:
         write_json(folder / "tokenizer_config.json", {"eos_token": end})
 
 
+def _splits_as_gpt2(path: Path) -> bool:
+    """Returns whether the tokenizer of a vocab.json splits text as GPT-2's, by the class that its
+    folder names; without a name it is GPT-2's own pair of files."""
+    settings = path.with_name("tokenizer_config.json")
+    if not settings.is_file():
+        return True
+    name = str(read_json_object(settings).get("tokenizer_class") or "GPT2Tokenizer")
+    return name.removesuffix("Fast") in _LIKE_GPT2
+
+
 def _read_tokenizer_json(path: Path, name: str) -> bytes:
     """Returns the content of a tokenizer.json, converted from other formats by the packages."""
-    if path.name == "vocab.json":
+    if path.name == "vocab.json" and _splits_as_gpt2(path):
         import tokenizers
 
         merges = str(path.with_name("merges.txt"))
         content = str(tokenizers.ByteLevelBPETokenizer(str(path), merges).to_str()).encode()
-    elif path.suffix == ".json" and path.name != "tokenizer_config.json":
+    elif path.suffix == ".json" and path.name not in ("tokenizer_config.json", "vocab.json"):
         content = path.read_bytes()
     else:
         try:

@@ -24,10 +24,13 @@ import numpy.typing as npt
 
 from fms_fsdp.config.values import shown
 from fms_fsdp.errors import MissingInput, UserError, is_installed, note_once
-from fms_fsdp.files import write_atomically
+from fms_fsdp.files import read_json_object, write_atomically
 
 Tokens = npt.NDArray[Any]
 FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
+_PLAIN_TEXT = "The quick brown fox isn't here; 12 of 345 times."  # normal in any normalization
+# for `encode_continuations`: the first that a tokenizer knows, and does not join with the text
+_CHARACTERS_BEFORE = ("\n", "|", ":", "0", "a")
 # texts that tokenizers split in different ways
 PROBES = (
     "The quick brown fox, isn't it? 'Tis DON'T\u00a0naïve Ünïcode.",
@@ -177,6 +180,44 @@ def piece_bytes(piece: str) -> int:
     return len(piece.replace("\u2581", " ").encode())
 
 
+def counts_bytes(tokenizer: Tokenizer) -> bool:
+    """Returns whether `token_bytes` gives the length of a text, also with a space before it.
+
+    Tokenizers that drop spaces (WordPiece) or mark the ends of words have other pieces than text.
+    """
+    (ids,) = tokenizer.encode([_PLAIN_TEXT])
+    num_bytes = int(tokenizer.token_bytes()[ids].sum())
+    return 0 <= num_bytes - len(_PLAIN_TEXT) <= 1
+
+
+def adds_space(tokenizer: Tokenizer) -> bool:
+    """Returns whether the tokenizer puts a space before each text, as Llama 2's does."""
+    first, second = tokenizer.encode(["a", "b"])
+    return tokenizer.decode([*first.tolist(), *second.tolist()]) == "a b"
+
+
+def encode_continuations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Returns the ids of texts that follow another text, so without a space that the tokenizer puts
+    before a text: each is encoded after a character whose own ids are cut off."""
+    rows = tokenizer.encode(texts)
+    waiting = set(range(len(texts)))
+    for before in _CHARACTERS_BEFORE:
+        (head,) = tokenizer.encode([before])
+        if len(head) == 0 or tokenizer.unk_id() in head:
+            continue
+        numbers = sorted(waiting)
+        longer = tokenizer.encode([before + texts[number] for number in numbers])
+        for number, row in zip(numbers, longer, strict=True):
+            if np.array_equal(
+                row[: len(head)], head
+            ):  # the character is not part of a longer token
+                rows[number] = row[len(head) :]
+                waiting.discard(number)
+        if not waiting:
+            break
+    return rows
+
+
 def no_end_token(name: str, eos_token: str) -> str:
     if eos_token:
         return f"--eos_token ({eos_token}) is not a token of {name}"
@@ -188,8 +229,8 @@ def no_end_token(name: str, eos_token: str) -> str:
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """Returns the tokenizer `byte`, or the one of a file or folder. An unchanged file is read once.
 
-    Of a folder, tokenizer.json is read before tokenizer.model if the package tokenizers is
-    installed.
+    Of a folder, the tokenizer is read that meta/tokenizer.json describes; without one,
+    tokenizer.json is read before tokenizer.model if the package tokenizers is installed.
 
     Raises:
         FileNotFoundError, UserError: no such file, not a tokenizer, or one without an EOS token.
@@ -197,6 +238,13 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     path = Path(name).expanduser()
+    described = path / "meta" / "tokenizer.json"  # of an output of `prepare`
+    if described.is_file():
+        kind = read_json_object(described).get("kind")
+        if kind == "byte":
+            return ByteTokenizer()
+        file = path / FILE_NAMES.get(str(kind), "")
+        path = file if file.is_file() else path
     if path.is_dir():
         names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
         if not is_installed("tokenizers"):

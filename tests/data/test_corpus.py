@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,32 @@ def test_validation_folder_is_no_source(files: Files, tmp_path: Path) -> None:
     assert [source.name for source in files.corpus(seq_length=64).sources] == ["code", "web"]
     named = files.corpus(seq_length=64, datasets=("validation/web",))
     assert [source.name for source in named.sources] == ["validation/web"]
+
+
+@pytest.mark.parametrize("folder", ["validation", "test"])
+def test_copied_held_out_shards_are_no_source(
+    files: Files, tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tmp_path / "web", tmp_path / folder / "web")
+    assert [source.name for source in files.corpus(seq_length=64).sources] == ["code", "web"]
+    assert f"own meta/: {folder}/web; name them" in capsys.readouterr().err
+    named = files.section(seq_length=64, data_path=str(tmp_path / folder))
+    assert [source.name for source in open_corpus(named).sources] == ["web"]
+
+
+def test_folder_is_another_corpus_if_it_has_counts(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "web/meta").mkdir()
+    (tmp_path / "web/meta/README.md").write_text("notes")
+    assert [source.name for source in files.corpus(seq_length=64).sources] == ["code", "web"]
+    (tmp_path / "web/meta/counts.csv").write_text("dataset/filename,documents,tokens\n")
+    assert [source.name for source in files.corpus(seq_length=64).sources] == ["code"]
+    assert "own meta/: web; name them" in capsys.readouterr().err
+    (tmp_path / "code/meta").mkdir()
+    (tmp_path / "code/meta/tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="has sources only in other corpora .* e.g. code; set"):
+        files.corpus(seq_length=64)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENXIO])

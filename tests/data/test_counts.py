@@ -45,6 +45,15 @@ def test_negative_counts_are_rejected(tmp_path: Path) -> None:
         _read_counts(Storage(str(tmp_path)), ["meta/counts.csv"])
 
 
+@pytest.mark.parametrize("count", [1 << 63, 1 << 70])
+def test_counts_above_64_bits_are_rejected(tmp_path: Path, count: int) -> None:
+    files = write_corpus(tmp_path, {"a": [400]})
+    for row in (("a/shard-00000.arrow", 1, count), ("a/shard-00000.arrow", count, 1)):
+        write_counts(tmp_path, [row])
+        with pytest.raises(ValueError, match=rf"has a count of {count} for shard a/shard-00000"):
+            files.corpus(seq_length=16)
+
+
 @pytest.mark.parametrize("tokens", [1 << 49, (1 << 63) - 1])
 def test_source_with_too_many_tokens_is_rejected(tmp_path: Path, tokens: int) -> None:
     files = write_corpus(tmp_path, {"a": [400] * 4})

@@ -67,6 +67,21 @@ def test_tokenizer_elsewhere_is_neither_read_nor_overwritten(
     assert {path for path in tmp_path.rglob("*") if path.name != ".lock"} == before
 
 
+def test_bytes_of_wordpiece_are_unknown(prepared: Path, tmp_path: Path) -> None:
+    """It drops spaces, so the bytes of the text cannot be told from its tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    characters = [chr(code) for code in range(33, 127)]
+    pieces = ["[UNK]", "[SEP]", "text", *characters, *(f"##{each}" for each in characters)]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    raw.save(str(tmp_path / "pieces.json"))
+    settings: dict[str, Any] = {"tokenizer": str(tmp_path / "pieces.json"), "split": (60, 40)}
+    prepare(PrepareConfig(f"web={prepared}/text", f"{tmp_path}/out", num_workers=1, **settings))
+    assert not evaluated(tmp_path / "out")
+    assert evaluated(prepared / "corpus")
+
+
 def test_malformed_tokenizer_description_is_rejected(corpus: Path) -> None:
     for text in ("", "[1]", "null", "{}", "[" * 100_000, '{"kind": "byte"}', "\x00\xff"):
         (corpus / "meta" / "tokenizer.json").write_text(text)

@@ -63,6 +63,18 @@ def test_held_out_data_share_one_listing(tmp_path: Path, monkeypatch: pytest.Mon
         assert digests == [(source.digest, source.fingerprint) for source in other.corpus.sources]
 
 
+def test_held_out_rows_ignore_logical_shards(tmp_path: Path) -> None:
+    files = write_corpus(tmp_path, {"web": [9 * 4500]})
+    flags = EvalConfig(eval_interval=1, eval_steps=3, eval_data_path=str(tmp_path))
+    rows = []
+    for number in (1, 2, 1024):
+        section = files.section(seq_length=8, logical_shards=number)
+        (source,) = open_held_out(flags, scan_held_out(flags, section, None, vocab_size=VOCAB), 1)
+        rows.append(source.rows(0, 3).tokens_BS)
+        source.stream.close()
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
+
+
 @pytest.mark.parametrize("uri", [False, True])
 def test_pickled_held_out_data_opens_no_file(tmp_path: Path, uri: bool) -> None:
     root, away = tmp_path / "here", tmp_path / "away"

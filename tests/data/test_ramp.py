@@ -5,15 +5,22 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import BatchPlan, TrainConfig, TrainingConfig, plan_batch
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.batch import fingerprint
+from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.inspection import end_of_epochs
-from tests.data.corpora import Files, write_corpus
+from fms_fsdp.data.stream import TokenStream
+from fms_fsdp.run.resume import ResumePoint
+from fms_fsdp.run.setup import open_stream
+from fms_fsdp.state import TrainMetadata
+from tests.data.corpora import VOCAB, Files, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +83,17 @@ def test_ramp_resumes_at_any_step_and_world(files: Files, rampup: tuple[int, ...
                 saved = stream.state_dict()
         state = saved
         assert total % 2**64 == fingerprint(whole[step - 1], 0), step
+
+
+def test_fresh_data_continue_the_ramp(files: Files) -> None:
+    batch = BatchPlan(8, 1, 1, (2, 2, 30))
+    cfg = TrainConfig(data=files.section(datasets=("a",), seq_length=32))
+    saved = TrainMetadata(10, rows_seen=batch.samples_in(10))
+    resume = ResumePoint(Checkpoint(Path("step_10"), saved), fresh_data=True)
+    stream, _ = open_stream(cfg, batch, VOCAB, open_corpus(cfg.data), resume)
+    with cast(TokenStream, stream):
+        rows = [len(stream.next_batch().tokens_BS) for _ in range(10)]
+    assert sum(rows) == batch.samples_in(20) - batch.samples_in(10)
 
 
 def section(**flags: Any) -> TrainingConfig:

@@ -40,6 +40,14 @@ def test_lists_are_read_as_written(tmp_path: Path, dtype: str, large: bool) -> N
     assert same(read_all(tmp_path / "a.arrow", delimiter=1), documents)
 
 
+def test_ids_of_16_bits_have_no_masks(tmp_path: Path) -> None:
+    table = pa.table({"tokens": pa.array([[3, 60_001]], pa.large_list(pa.uint16()))})
+    table = table.replace_schema_metadata({"has_masks": "true"})
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert open_shard(tmp_path / "a.arrow").last_tokens(1) == [60_001]
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32"])
 def test_record_batch_per_document_is_read(tmp_path: Path, dtype: str) -> None:
     write_scalars(tmp_path / "a.arrow", DOCUMENTS, dtype=dtype)

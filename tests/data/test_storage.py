@@ -243,6 +243,54 @@ def test_prefetched_pages_are_read_once(open_flaky: Callable[[Flaky], Storage]) 
     assert store.num_reads == 9
 
 
+def test_close_drops_queued_pages(open_flaky: Callable[[Flaky], Storage]) -> None:
+    class Waiting(Flaky):
+        may_read = threading.Event()
+
+        def read_at(self, size: int, offset: int) -> bytes:
+            assert self.may_read.wait(60)
+            return super().read_at(size, offset)
+
+    store = Waiting(64 * PAGE)
+    files = open_flaky(store)
+    files.prefetch("a/b", [(0, 64 * PAGE)])
+    reader = threading.Thread(target=lambda: read.append(files.read("a/b", 9, 63 * PAGE)))
+    read: list[bytes] = []
+    reader.start()
+    files.close()
+    store.may_read.set()
+    reader.join(60)
+    assert read == [store.data[63 * PAGE : 63 * PAGE + 9]]  # a read under way is not lost
+    cast(ObjectStore, files)._pages._pool.shutdown()
+    assert store.num_reads <= 17
+
+
+def test_failed_cache_writes_lose_no_page(
+    open_flaky: Callable[[Flaky], Storage],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(object_store, "CACHE_BYTES", 16 * PAGE)
+    rng, pwrite = np.random.default_rng(1), os.pwrite
+
+    def failing(descriptor: int, data: bytes, offset: int) -> int:
+        match rng.integers(4):
+            case 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            case 1:
+                return pwrite(descriptor, data[: len(data) // 2], offset)
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(object_store.os, "pwrite", failing)
+    store = Flaky(40 * PAGE + 77)
+    files = open_flaky(store)
+    for number in rng.integers(0, 40, 200).tolist():
+        files.prefetch("a/b", [((number + 1) * PAGE, (number + 1) * PAGE + 1)])
+        start = number * PAGE + 9
+        assert files.read("a/b", PAGE, start) == store.data[start : start + PAGE]
+    assert caplog.text.count("the page cache in") == 1
+
+
 def test_failed_reads_are_retried_and_named(
     open_flaky: Callable[[Flaky], Storage], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +307,14 @@ def test_failed_reads_are_retried_and_named(
         with pytest.raises(type(error), match=str(error)):
             open_flaky(store).read("a/b", 10, 0)
         assert store.num_reads == 1
+
+
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shard").write_bytes(b"tokens of a shard")
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 4), offset))
+    files = open_storage(str(tmp_path))
+    assert files.read("shard", 10, 2) == b"kens of a " and files.read("shard", 99, 12) == b"shard"
 
 
 def test_stale_handle_is_opened_again(
@@ -326,6 +382,19 @@ def test_listing_follows_links_without_a_stat_of_files(tmp_path: Path, uri: bool
     inner = open_storage(f"{address}/a", files.listing.below("a"))
     assert list(inner.sizes) == ["1", "7", "deep/3"] and inner.real_paths(["7"])["7"] == real["a/7"]
     assert not open_storage(address).is_listed and inner.read("deep/3", 3, 1) == b"oke"
+
+
+def test_links_to_folders_above_end_the_listing(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for name in ("a/deep/1", "b/2"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"tokens")
+    for link, target in (("a/x", ".."), ("a/y", "."), ("a/deep/z", "../../.."), ("a/deep/w", "/")):
+        (root / link).symlink_to(target)
+    (root / "a/to_b").symlink_to("../b")  # each is a folder of its own, but they lead in a circle
+    (root / "b/to_a").symlink_to("../a")
+    found = list(Storage(str(root)).sizes)
+    assert found == ["a/deep/1", "a/to_b/2", "b/2", "b/to_a/deep/1"]
 
 
 def test_long_listing_reports_progress(

@@ -177,6 +177,24 @@ def test_skip_steps_skips_the_planned_sequences(files: Files) -> None:
     assert sum(v["tokens"] for v in s.consumption(10).values()) == 10 * 4 * 32
 
 
+def test_untrained_skips_follow_the_flag(files: Files) -> None:
+    first = files.stream(4, seq_length=32, skip_steps="6:8,20:21")
+    for step in (4, 5):
+        for now in ("6:10", "20:21", "", "6:8,20:21"):
+            resumed = files.stream(4, seq_length=32, skip_steps=now)
+            changes = resumed.load_state_dict(json.loads(json.dumps(first.state_dict())), step)
+            expected = files.stream(4, seq_length=32, skip_steps=now)
+            assert keys(resumed, 1, 30) == keys(expected, 1, 30)
+            assert ("skip: steps 6 to 7 are no longer skipped" in changes) == ("6:8" not in now)
+    trained = files.stream(4, seq_length=32, skip_steps="")
+    trained.load_state_dict(first.state_dict(), 6)
+    assert keys(trained, 7, 9) == keys(first, 7, 9)
+    with pytest.raises(
+        ValueError, match="^--skip_steps=8:9 must not overlap 6:10; set one range, 6"
+    ):
+        files.stream(4, seq_length=32, skip_steps="8:9,6:10")
+
+
 def test_max_epochs_ends_at_a_known_step(files: Files) -> None:
     s = files.stream(4, seq_length=64, datasets=("web", "tiny"), weights=(1.0, 1.0), max_epochs=2.0)
     rows = files.num_tokens("tiny") // 64
@@ -307,6 +325,10 @@ def test_missing_shards_mask_sequences(tmp_path: Path) -> None:
         parts = [half.next_batch() for half in halves]
         assert same(tuple(torch.cat(c) for c in zip(*parts, strict=True)), batch)
     assert 0 < masked == s.num_masked_rows
+    for step in range(1, 9):
+        s.batch_at(step)  # a step that is read twice counts once
+    assert masked == s.num_masked_rows
+    assert all(step > s.step for step in s._masked)  # bounded, whatever the length of the run
 
 
 def test_changed_shards_are_rejected(tmp_path: Path) -> None:
@@ -319,6 +341,13 @@ def test_changed_shards_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="shard web/shard-00002.arrow has other content than in the checkpoint"
     ):
+        files.stream(4, seq_length=32).load_state_dict(state, 3)
+    path.rename(tmp_path / "away")  # a launch without the shard does not forget its content
+    blind = files.stream(4, seq_length=32, on_missing="mask")
+    blind.load_state_dict(state, 3)
+    state = blind.state_dict()
+    (tmp_path / "away").rename(path)
+    with pytest.raises(ValueError, match="shard web/shard-00002.arrow has other content"):
         files.stream(4, seq_length=32).load_state_dict(state, 3)
     other = write_corpus(tmp_path / "other", SIZES | {"web": [30_000]})
     with pytest.raises(ValueError, match=r"source .* has \d+ shards .* in the checkpoint"):

@@ -41,6 +41,13 @@ def test_steps_sequences_and_seeds_differ() -> None:
     assert len(torch.unique(tokens, dim=0)) == 8
 
 
+def test_skip_steps_have_no_effect() -> None:
+    section = DataConfig(use_dummy_dataset=True, seq_length=100, skip_steps="1:5")
+    sizes = {"global_batch_size": 8, "dp_rank": 0, "dp_size": 1}
+    with build_stream(section, None, seed=1, vocab_size=1000, **sizes) as skipping:
+        assert torch.equal(skipping.batch_at(1).tokens_BS, stream().batch_at(1).tokens_BS)
+
+
 def test_labels_mostly_follow_the_rule() -> None:
     batch = stream(seq_length=4096).batch_at(1)
     assert torch.equal(batch.labels_BS[:, :-1], batch.tokens_BS[:, 1:])

@@ -83,6 +83,18 @@ def test_exported_tokenizer_gives_ids_of_training(
     assert hf_text_rules(folder, load_tokenizer(str(folder))) == TextRules(before)
 
 
+def test_tokenizer_without_added_tokens_is_exported(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")
+    content = json.loads(tokenizers.Tokenizer(words).to_str())
+    del content["added_tokens"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "out").mkdir()
+    export_tokenizer(load_tokenizer(str(tmp_path)), tmp_path / "out", 64, None)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert settings["eos_token"] == "</s>"
+
+
 def test_export_of_a_short_model_prints_no_length_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

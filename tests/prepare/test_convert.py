@@ -14,6 +14,7 @@ import pytest
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
+from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.prepare.convert import ConvertConfig, convert
 from fms_fsdp.prepare.writer import Stats, describe
@@ -90,6 +91,37 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     corpus = open_corpus(DataConfig(data_path=str(tmp_path / "out"), seq_length=32))
     assert (corpus.vocab_size, corpus.sep_token, len(corpus.sources)) == (60_000, EOS, len(names))
     assert {source.num_tokens for source in corpus.sources} == {num_tokens + len(documents)}
+
+
+@pytest.mark.parametrize("partner", ["x.bin", "y.ds.index"])
+def test_repaired_partner_is_read_again(tmp_path: Path, partner: str) -> None:
+    documents = random_documents(1)
+    write_megatron(tmp_path / "x.idx", documents, 8, "<u2")
+    write_datatrove(tmp_path / "y.ds", documents, "<u2")
+    whole = (tmp_path / partner).read_bytes()
+    (tmp_path / partner).write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    os.utime(tmp_path / partner, ns=(0, 0))
+    inputs = f"web={tmp_path / partner.replace('.bin', '.idx').removesuffix('.index')}"
+    run(tmp_path / "out", inputs)
+    (tmp_path / partner).write_bytes(whole)
+    with pytest.raises(ValueError, match="made with other inputs"):
+        run(tmp_path / "out", inputs)
+    run(tmp_path / "out", inputs, overwrite=True)
+    assert rows(tmp_path / "out/web") == documents
+
+
+def test_masked_and_16_bit_shards_are_converted_together(tmp_path: Path) -> None:
+    lists = pa.large_list(pa.uint32())
+    chat = pa.table({"tokens": pa.array([[1 | NO_LOSS, 2]], lists)})
+    chat = chat.replace_schema_metadata({"has_masks": "true"})
+    web = pa.table({"tokens": pa.array([[3, 60_001]], pa.large_list(pa.uint16()))})
+    for name, table in (("chat", chat), ("web", web)):
+        with pa.ipc.new_file(str(tmp_path / f"{name}.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    inputs = f"chat={tmp_path}/chat.arrow,web={tmp_path}/web.arrow"
+    run(tmp_path / "out", inputs, vocab_size=60_002)
+    assert rows(tmp_path / "out/chat") == [[1 | NO_LOSS, 2]]
+    assert rows(tmp_path / "out/web") == [[3, 60_001]]
 
 
 def test_folder_of_known_formats_is_split(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fms_fsdp.errors import UserError
 from fms_fsdp.prepare import formats as documents
+from fms_fsdp.prepare.convert import read_token_file
 from fms_fsdp.prepare.files import find_files, plan_slices
 from fms_fsdp.prepare.formats import Document, Problem, TextFormat, read_part
 
@@ -148,6 +150,22 @@ def test_wrong_parquet_is_rejected(tmp_path: Path) -> None:
         read_all(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_rejected(tmp_path: Path, kind: str) -> None:
+    texts_and_ids = [pa.array(["a"]), pa.array(["b"]), pa.array([[1]]), pa.array([[2]])]
+    table = pa.table(texts_and_ids, names=["text", "text", "tokens", "tokens"])
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match=f"--text_key=text must be one column, but .*{kind} has 2"):
+        read_all(path)
+    with pytest.raises(UserError, match="has 2 columns tokens; write it with one"):
+        list(read_token_file(str(path), ""))
+
+
 def test_null_of_parquet_is_a_problem(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": ["a", None, "c"]}), path)
@@ -269,6 +287,31 @@ def test_rows_of_arrow_file_are_documents(tmp_path: Path, make: Callable[..., An
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"--input=.*arrow .*; repair or exclude the file$"):
         read_all(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_other_encodings_are_named(tmp_path: Path, encoding: str) -> None:
+    for name, body in (("x.jsonl", '{"text": "да."}\n' * 9), ("x.json", '[{"text": "да."}]')):
+        (tmp_path / name).write_text(body, encoding=encoding)
+        for slice_bytes in (20, 1 << 20):
+            with pytest.raises(ValueError, match=rf"{name} must be UTF-8.*iconv -f UTF-16"):
+                read_all(tmp_path / name, slice_bytes)
+
+
+def test_text_in_utf16_is_skipped_and_named(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("да", encoding="utf-16")
+    (problem,) = problems(read_all(tmp_path))
+    assert "iconv -f UTF-16" in problem.reason and not problem.malformed
+
+
+def test_lines_are_decoded_as_utf8_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    line = '{"text": "да."}'
+    other = [line.encode("utf-16-le"), line.encode("utf-16-be")]
+    path.write_bytes(b"\n".join([line.encode(), *other, b"\xef\xbb\xbf" + line.encode()]))
+    records = read_all(path)
+    assert texts(records) == ["да.", "да."]  # files with a mark may have been joined
+    assert [problem.reason for problem in problems(records)] == ["not JSON", "not JSON"]
 
 
 def test_first_character_tells_array_from_lines(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.prepare import encode as pipeline
-from fms_fsdp.prepare.writer import _read_entry
+from fms_fsdp.prepare.writer import _read_entry, lock_output
 from tests.prepare.test_prepare import OPTIONS, contents, run, write_corpus, write_jsonl
 
 
@@ -79,6 +79,32 @@ def test_shard_lost_after_a_kill_is_remade(tmp_path: Path) -> None:
     assert contents(output) == contents(tmp_path / "straight")
 
 
+def test_held_out_data_of_another_call_stay(tmp_path: Path) -> None:
+    train = f"web={write_jsonl(tmp_path / 'a.jsonl', ['text'] * 20)}"
+    held = f"web={write_jsonl(tmp_path / 'b.jsonl', ['held out'])}"
+    output = tmp_path / "out"
+    run(output, train)
+    run(output / "validation", held)
+    run(output / "test", held.replace("web", "code"))
+    before = contents(output / "validation") | contents(output / "test")
+    next((output / "web").glob("*.arrow")).unlink()
+    run(output, train)
+    run(output, train, min_tokens=2, overwrite=True)
+    assert contents(output / "validation") | contents(output / "test") == before
+    with pytest.raises(ValueError, match="has a folder validation/web that this source did not"):
+        run(output, train, split=(50.0, 50.0), overwrite=True)
+    assert contents(output / "validation") | contents(output / "test") == before
+
+
+def test_split_of_a_replaced_plan_is_removed(tmp_path: Path) -> None:
+    inputs = f"web={write_jsonl(tmp_path / 'a.jsonl', [f'text {i}' for i in range(50)])}"
+    run(tmp_path / "out", inputs, split=(50.0, 30.0, 20.0))
+    run(tmp_path / "out", inputs, split=(50.0, 0.0, 50.0), overwrite=True)
+    assert not (tmp_path / "out" / "validation" / "web").exists()
+    assert (tmp_path / "out" / "test" / "web").is_dir()
+    assert not list((tmp_path / "out").rglob("replaced.json"))
+
+
 @pytest.mark.parametrize(
     ("pattern", "options"),
     [("{root}/*.jsonl", {}), ("{root}", {"include": ("*.jsonl",)}), ("{root}/raw", {})],
@@ -92,6 +118,13 @@ def test_output_next_to_inputs_is_not_read(
     for _ in range(2):
         run(root / "tokens", f"web={pattern.format(root=root)}", **options)
     run(root / ".tokens", f"web={root}/raw")  # hidden folders are not read
+
+
+def test_failing_call_leaves_another_folder_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^its own error$"), lock_output(tmp_path / "new" / "a"):
+        run(tmp_path / "new" / "b", f"web={write_jsonl(tmp_path / 'a.jsonl', ['text'])}")
+        raise ValueError("its own error")
+    assert os.listdir(tmp_path / "new") == ["b"]
 
 
 def test_malformed_journal_entry_is_rejected(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import pytest
 from fms_fsdp.__main__ import main as program
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
+from fms_fsdp.prepare import encode
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.prepare.files import parse_input
 from fms_fsdp.prepare.writer import ShardInfo, ShardWriter, describe
@@ -151,6 +153,19 @@ def test_second_call_makes_only_missing_shards(tmp_path: Path, corpus: str) -> N
     next((output / "web").iterdir()).unlink()
     assert run(output, corpus, **OPTIONS) == first
     assert contents(output) == before
+
+
+def test_hashes_are_on_disk_before_they_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a power failure leaves an empty file, which is taken for a complete one."""
+    path = tmp_path / "hashes-00000.npy"
+    synced: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append((os.fstat(fd).st_size, path.exists()))
+    )
+    encode._save(path, np.arange(3, dtype=np.uint64))
+    assert synced[0] == (path.stat().st_size, False)
 
 
 def test_first_copy_of_duplicates_is_kept(
@@ -413,6 +428,19 @@ if __name__ == "__main__":
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EPERM, errno.ENOSPC])
+def test_missing_shared_memory_is_named(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def failing(*args: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", failing)
+    with pytest.raises(ValueError, match="^--num_workers=2 requires .*/dev/shm, .*=1$"):
+        run(tmp_path / "out", corpus, workers=2)
+    assert run(tmp_path / "out", corpus, workers=1)
 
 
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.shards import NO_LOSS
@@ -19,6 +20,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.command import train_sentencepiece
 from fms_fsdp.prepare.formats import open_arrow
 from fms_fsdp.tokenizers.tokenizer import (
+    PROBES,
     ByteTokenizer,
     SentencePieceTokenizer,
     Vocabulary,
@@ -64,6 +66,29 @@ def test_trained_model_round_trips_text(model_type: str, source_code: list[str])
     assert tokenizer.decode(tokenizer.encode(["a▁b"])[0]) == "a b"  # the one exception
 
 
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_tokenizer_of_text_without_spaces_keeps_them(model_type: str) -> None:
+    texts = ["一二三四五六七八九十" * 20] * 20
+    tokenizer = SentencePieceTokenizer(train_sentencepiece(texts, 270, model_type), "test")
+    (ids,) = tokenizer.encode(["一 是  a"])
+    assert tokenizer.decode(ids) == "一 是  a"
+    assert tokenizer.token_bytes()[ids].sum() == len("一 是  a".encode())
+
+
+def test_tokenizer_that_replaces_spaces_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.txt").write_text("一 二")
+    options = {"model_type": "bpe", "byte_fallback": True, "minloglevel": 3, "vocab_size": 262}
+    options |= {"normalization_rule_name": "identity", "add_dummy_prefix": False}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["一二"] * 9), model_prefix=str(tmp_path / "sp"), **options
+    )
+    flags = (f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out")
+    main(["prepare", f"--input=s={tmp_path}/x.txt", *flags])
+    assert "has no piece for the space" in capsys.readouterr().err
+
+
 def test_tokenizer_of_documentation_round_trips_code(source_code: list[str]) -> None:
     """A tokenizer of other text than it encodes: bytes stand for the characters that it lacks."""
     pages = Path(__file__).resolve().parents[2].glob("docs/**/*.md")
@@ -101,6 +126,94 @@ def test_saved_model_loads_as_it_was(tmp_path: Path, model: bytes) -> None:
     assert (other.vocabulary.eos_id, other.vocabulary.digest) == (1, tokenizer.vocabulary.digest)
 
 
+def test_replaced_tokenizer_is_removed(tmp_path: Path, model: bytes) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "words.json"))
+    (tmp_path / "sp.model").write_bytes(model)
+    (tmp_path / "x.txt").write_text("a a")
+    out = tmp_path / "out"
+    for name, files in (
+        (f"{tmp_path}/words.json", {"tokenizer.json", "tokenizer_config.json"}),
+        (f"{tmp_path}/sp.model", {"tokenizer.model"}),
+        ("byte", set()),
+    ):
+        flags = (f"--tokenizer={name}", f"--output={out}", "--overwrite=True")
+        assert main(["prepare", f"s={tmp_path}/x.txt", *flags]) == 0
+        assert {path.name for path in out.glob("tokenizer*")} == files
+        assert load_tokenizer(str(out)).vocabulary == load_tokenizer(name).vocabulary
+    (out / "tokenizer.json").write_bytes((tmp_path / "words.json").read_bytes())  # not its own
+    assert load_tokenizer(str(out)).vocabulary.kind == "byte"
+
+
+def test_another_eos_token_is_rejected(
+    tmp_path: Path, model: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sp.model").write_bytes(model)
+    (tmp_path / "x.txt").write_text("text")
+    flags = (f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out")
+    assert main(["prepare", f"a={tmp_path}/x.txt", *flags]) == 0
+    assert main(["prepare", f"b={tmp_path}/x.txt", *flags, "--eos_token=<s>"]) == 2
+    assert "source a, whose documents end with id 2, not 1; give" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "meta" / "prepare" / "b").exists()
+
+
+@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+def test_responses_continue_their_prompt(tmp_path: Path, source_code: list[str], rule: str) -> None:
+    """With a model that puts a space before each text, such as Llama 2's or T5's."""
+    options = {"model_type": "bpe", "vocab_size": 500, "normalization_rule_name": rule}
+    options |= {"byte_fallback": rule == "identity", "minloglevel": 3}
+    lines = (line for text in source_code for line in text.splitlines())
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_prefix=str(tmp_path / "sp"), **options
+    )
+    pairs = [("def main", "(x):"), ("return the", " value"), ("for x", "yz"), ("", "import")]
+    records = [json.dumps({"q": prompt, "text": text}) for prompt, text in pairs]
+    (tmp_path / "x.jsonl").write_text("\n".join(records))
+    flags = (f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out", "--prompt_key=q")
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags]) == 0
+    tokenizer = load_tokenizer(f"{tmp_path}/sp.model")
+    with open_arrow(str(tmp_path / "out" / "s" / "shard-00000.arrow")) as (_, batches):
+        rows = [row for batch in batches for row in batch.column(0).to_pylist()]
+    for row, (prompt, text) in zip(rows, pairs, strict=True):
+        ids = [token & (NO_LOSS - 1) for token in row]
+        assert tokenizer.decode(ids) == prompt + text
+        given = [token for token in row if token >= NO_LOSS]
+        assert len(given) == len(tokenizer.encode([prompt])[0])
+
+
+def test_eos_token_in_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"model_type": "bpe", "vocab_size": 270, "byte_fallback": True, "minloglevel": 3}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c"] * 9),
+        model_prefix=str(tmp_path / "sp"),
+        user_defined_symbols=["<|endoftext|>"],
+        hard_vocab_limit=False,
+        **options,
+    )
+    (tmp_path / "x.jsonl").write_text('{"text": "<|endoftext|> b <|endoftext|>"}\n{"text": "</s>"}')
+    flags = (f"--tokenizer={tmp_path}/sp.model", "--eos_token=<|endoftext|>")
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags, f"--output={tmp_path}/out"]) == 0
+    assert (
+        "source s spell the EOS token, which then"
+        in capsys.readouterr().out.partition("2 times")[0]
+    )
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", flags[0], f"--output={tmp_path}/own"]) == 0
+    assert "spell the EOS" not in capsys.readouterr().out
+
+
+def test_files_next_to_a_model_may_be_anything(tmp_path: Path, model: bytes) -> None:
+    (tmp_path / "sp.model").write_bytes(model)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    (tmp_path / "x.txt").write_text("text")
+    flags = (f"s={tmp_path}/x.txt", f"--tokenizer={tmp_path}/sp.model", f"--output={tmp_path}/out")
+    assert main(["prepare", *flags]) == 0
+    plan = (tmp_path / "out/meta/prepare/s/plan.json").read_bytes()
+    (tmp_path / "tokenizer_config.json").write_text("[1, 2]")  # of the tokenizer, and malformed
+    assert main(["prepare", *flags, "--overwrite=True", "--min_tokens=2"]) == 2
+    assert (tmp_path / "out/meta/prepare/s/plan.json").read_bytes() == plan
+
+
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.ByteLevelBPETokenizer()
@@ -127,6 +240,21 @@ def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> 
     assert load_tokenizer(str(copy)).vocabulary == configured.vocabulary
     with pytest.raises(ValueError, match=r"--eos_token \(<nope>\) is not a token"):
         load_tokenizer(str(copy), "<nope>")
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer", "CLIPTokenizer"])
+def test_class_decides_how_a_pair_splits(tmp_path: Path, source_code: list[str], name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    raw = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<|startoftext|>"]
+    raw.train_from_iterator(source_code, 500, special_tokens=special, show_progress=False)
+    raw.save_model(str(tmp_path))
+    settings = {"tokenizer_class": name, "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for text, ids in zip(PROBES, load_tokenizer(str(tmp_path)).encode(PROBES), strict=True):
+        assert ids.tolist() == expected(text, add_special_tokens=False).input_ids
 
 
 def test_tokenizer_without_eos_requires_eos_token(tmp_path: Path) -> None:
