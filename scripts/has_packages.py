@@ -27,6 +27,10 @@ def has_packages(extras: list[str]) -> bool:
         lines += project["optional-dependencies"][extra]
     for line in lines:
         needed = Requirement(line)
+        if needed.name == project["name"]:  # an extra that includes another one
+            if not has_packages(sorted(needed.extras)):
+                return False
+            continue
         try:
             version = importlib.metadata.version(needed.name)
         except importlib.metadata.PackageNotFoundError:

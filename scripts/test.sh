@@ -10,10 +10,14 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 selection=(-m "not slow")
+extra="test"
 arguments=()
 for argument in "$@"; do
     case "$argument" in
-        --all) selection=() ;;
+        --all)
+            selection=()
+            extra="dev"
+            ;;
         --torch=*) TORCH_VERSION="${argument#*=}" ;;
         *) arguments+=("$argument") ;;
     esac
@@ -22,7 +26,7 @@ if [[ ! "${TORCH_VERSION:-2.11}" =~ ^2\.[0-9]+(\.[0-9]+)?$ ]]; then
     say "error: --torch ($TORCH_VERSION) must be a version such as 2.11"
     exit 2
 fi
-use_environment dev
+use_environment "$extra"
 # Without bytecode each process of a test compiles the sources of torch again, half the time of a start.
 if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
     unset PYTHONDONTWRITEBYTECODE

@@ -42,6 +42,7 @@ SPREAD = (
     "tests/test_training.py",
     "tests/hf/test_export.py",
 )
+MANY_TESTS = 100  # from which on their times are printed
 gc.disable()  # until all tests are imported
 
 
@@ -66,24 +67,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return ByFile(config, log)
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Names the quick tests that take long: each delays every later run of them."""
-    if config.option.markexpr != "not slow":
-        return
-    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
-    limit_s = 10 if is_busy else 5
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the seconds of all workers, and the slowest tests: each delays every later run."""
     seconds = Counter[str]()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid] += report.duration
-    for name, duration in seconds.most_common():
-        if duration > limit_s:
-            terminalreporter.write_line(
-                f"{duration:5.1f} s  {name}: make it faster, or mark it slow"
-            )
+    if len(seconds) < MANY_TESTS:
+        return
+    total = sum(seconds.values())
+    terminalreporter.write_line(
+        f"{total:,.0f} s of workers for {len(seconds):,} tests; the slowest:"
+    )
+    for name, duration in seconds.most_common(10):
+        terminalreporter.write_line(f"{duration:6.1f} s  {name}")
 
 
 @pytest.fixture(scope="session")

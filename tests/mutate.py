@@ -46,8 +46,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from coverage import Coverage, CoverageData
-
 from tests import layers
 
 ROOT = Path(__file__).parent.parent
@@ -260,6 +258,8 @@ class Covered:
     """Which tests run a line of the code: of every process that a test starts, too."""
 
     def __init__(self, work: Path) -> None:
+        from coverage import CoverageData  # of the extra dev; the quick tests do without
+
         data = work / "coverage.db"
         if not data.exists():
             self._record(work, data)
@@ -387,7 +387,10 @@ def environment(tree: Path, work: Path) -> dict[str, str]:
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Tells coverage which test begins: this module is a plugin of the run that finds out what tests run."""
-    if coverage := Coverage.current():
+    from coverage import Coverage
+
+    coverage = Coverage.current()
+    if coverage:
         coverage.switch_context(nodeid)
 
 

@@ -101,6 +101,7 @@ def check_same_batches(files: Files, data_path: str, steps: int = 4) -> Storage:
         return cast(Storage, there.corpus.storage)
 
 
+@pytest.mark.slow
 @needs_moto
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_s3_batches_equal_local_ones(local: dict[str, Files], s3_port: int, layout: str) -> None:
@@ -144,6 +145,7 @@ class Passing(socketserver.BaseRequestHandler):
                     others[source].sendall(data)
 
 
+@pytest.mark.slow
 @needs_moto
 def test_cut_answers_are_read_again(local: dict[str, Files], s3_port: int) -> None:
     proxy = CuttingProxy(s3_port, cuts=3)
@@ -169,6 +171,7 @@ def test_dead_endpoint_is_rejected_within_seconds() -> None:
     assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @needs_moto
 def test_missing_bucket_folder_and_file_are_named(local: dict[str, Files], s3_port: int) -> None:
     for path in ("nobucket/x", "corpus/nowhere"):

@@ -391,12 +391,14 @@ def test_environment_is_checked_by_versions(repo: Path) -> None:
         return subprocess.run(command, cwd=repo).returncode == 0
 
     assert has_packages()
-    assert has_packages("dev")
+    assert has_packages("test")
     project = (repo / "pyproject.toml").read_text()
     (repo / "pyproject.toml").write_text(project.replace('"fire>=', '"fire>=99.'))
     assert not has_packages()
     (repo / "pyproject.toml").write_text(project.replace('"fire>=', '"no-such-package-here>='))
     assert not has_packages()
+    (repo / "pyproject.toml").write_text(project.replace('"pytest>=', '"pytest>=99.'))
+    assert has_packages() and not has_packages("test") and not has_packages("dev")
 
 
 def test_environment_is_made_with_constraints(repo: Path, tmp_path: Path) -> None:
@@ -409,8 +411,8 @@ def test_environment_is_made_with_constraints(repo: Path, tmp_path: Path) -> Non
     )
     assert ended.returncode == 1 and "pip could not install the packages" in ended.stderr
     words = (tmp_path / "pip.txt").read_text().splitlines()
-    assert f"{repo}/constraints.txt" in words and f"{repo}[dev]" in words and "--no-input" in words
-    assert "Installing packages into .venv (dev)" in ended.stderr
+    assert f"{repo}/constraints.txt" in words and f"{repo}[test]" in words and "--no-input" in words
+    assert "Installing packages into .venv (test)" in ended.stderr
 
 
 def test_prose_is_documentation_and_docstrings(
@@ -484,7 +486,7 @@ def test_scripts_pass_shellcheck(script: str) -> None:
         assert os.access(path, os.X_OK) and "set -euo pipefail" in path.read_text()
     folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     shellcheck = shutil.which("shellcheck", path=folders)
-    assert shellcheck, "shellcheck comes with the extra dev"
+    assert shellcheck, "shellcheck comes with the extra test"
     ended = subprocess.run(
         [shellcheck, "-x", path], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
@@ -496,6 +498,7 @@ def test_constraints_pin_all_requirements() -> None:
         return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"], *extras["test"], *extras["dev"][1:]]
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     assert set(map(name_of, named)) <= set(map(name_of, lines)) and "torch==2.13.0" in lines
