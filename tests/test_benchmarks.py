@@ -162,6 +162,7 @@ def test_scale_measures_each_part_at_each_size(tmp_path: Path) -> None:
     assert parts["documents"]["2"]["bytes per document"] < 60
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_recipes_of_today_and_they_are_not_refused() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from parallel_recipes import RECIPES, figures, table
@@ -177,6 +178,7 @@ def page_of_settings() -> str:
     return page.partition("<!-- settings -->\n")[2].partition("\n<!-- end -->")[0]
 
 
+@pytest.mark.slow
 def test_the_page_shows_settings_that_a_launch_chooses_today() -> None:
     """Of the smallest model: of one device, of one node, of many nodes."""
     sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -70,6 +70,7 @@ def test_commands_set_the_allocator_before_torch(tmp_path: Path, module: str) ->
     assert done.stderr.strip() == "expandable_segments:True"
 
 
+@pytest.mark.slow
 def test_imports_are_not_garbage_collected() -> None:
     program = """
 import gc
@@ -110,6 +111,7 @@ for choice in ("usual", "kept", "set by the user"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_freed_memory_is_reused_without_new_pages() -> None:
     """A page may be 4 KiB or 2 MiB, so the blocks need some thousand pages or some hundred."""

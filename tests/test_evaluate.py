@@ -281,6 +281,7 @@ def test_validation_is_bit_equal_after_resume(corpus: Path, whole: Path, tmp_pat
     assert second[2] == first[2] == expected[2] and second[4] == expected[4]
 
 
+@pytest.mark.slow
 def test_eval_epochs_evaluates_by_passes(corpus: Path, tmp_path: Path) -> None:
     sources = open_corpus(DataConfig(data_path=str(corpus), seq_length=SEQ)).sources
     fraction = 2.5 * 4 * SEQ / sum(source.num_tokens for source in sources)
@@ -447,6 +448,7 @@ def test_object_store_equals_a_folder(corpus: Path) -> None:
         assert there.token_bytes is not None and there.token_bytes.tolist() == [1] * 256 + [0] * 256
 
 
+@pytest.mark.slow
 def test_test_data_is_evaluated_once_at_the_end(corpus: Path, tmp_path: Path) -> None:
     """Not by a launch that is stopped, and with its own number of sequences."""
     argv = (*flags(corpus), f"--output_dir={tmp_path}")

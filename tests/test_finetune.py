@@ -94,11 +94,12 @@ def test_records_without_prompt_are_malformed(
     assert "--prompt_key=prompt requires records" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "flag"),
     [
         (0, "--seed=2023"),
-        pytest.param(2, "--sharding_strategy=ddp", marks=pytest.mark.slow),
+        (2, "--sharding_strategy=ddp"),
         (2, "--cp_size=2"),
     ],
 )
@@ -110,6 +111,7 @@ def test_loss_is_that_of_responses(corpus: Path, tmp_path: Path, nproc: int, fla
     assert metrics(tmp_path)[2]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_loss_on_changes_training_and_validation(corpus: Path, tmp_path: Path) -> None:
     flags = (*FLAGS, *STEPS, "--batch_size=8", f"--data_path={corpus}", f"--output_dir={tmp_path}")
     assert run(*flags, "--exit_interval=1").returncode == 75

@@ -174,6 +174,7 @@ def made_up(folder: Path, **losses: float) -> None:
         (folder / "runs" / name / "metrics.jsonl").write_text(json.dumps(record) + "\n")
 
 
+@pytest.mark.slow
 def test_wrong_case_is_not_measured(tmp_path: Path) -> None:
     """float8 is wrong; the wrong losses of a reference are those of all that rest on it."""
     made_up(tmp_path, fp32_cpu=5.0, fp32=5.0, bf16=5.01, cheap=5.01, compiled_float8=6.0)

@@ -73,6 +73,7 @@ def test_paths_of_the_page_exist() -> None:
     assert len(paths) > 5 and all((ROOT / path).exists() for path in paths), paths
 
 
+@pytest.mark.slow
 def test_users_variant_trains_as_the_page_says(tmp_path: Path) -> None:
     script = re.search(r"## A variant.*?```python\n(.*?)\n```", PAGE, re.DOTALL)
     assert script is not None and "`my_training.py`" in PAGE

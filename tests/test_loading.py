@@ -14,6 +14,7 @@ from fms_fsdp.prepare.command import PrepareConfig, prepare
 from tests.cli import trained
 
 
+@pytest.mark.slow
 def test_model_of_two_ranks_loads_alone(tmp_path: Path) -> None:
     """With its tokenizer; it has the loss of the run."""
     text, data, folder = tmp_path / "text.jsonl", tmp_path / "data", tmp_path / "run"

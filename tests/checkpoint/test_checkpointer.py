@@ -413,6 +413,7 @@ def late_save(root: str, late_rank: int) -> list[str]:
     return sorted(path.name for path in (Path(root) / "step_3").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_ranks_reach_a_save_in_any_order(tmp_path: Path, late_rank: int) -> None:
     """A rank makes the folder before rank 0 does: rank 0 neither fails nor removes its files."""

@@ -85,6 +85,7 @@ def left_of(root: Path, last: int) -> list[int]:
     return complete_steps(root)
 
 
+@pytest.mark.slow
 def test_checkpoint_records_validation_loss_of_its_step(tmp_path: Path) -> None:
     argv = [*TINY, "--eval_interval=3", "--eval_steps=1", "--checkpoint_schedule=3@3,2"]
     argv += ["--trackers=none", "--num_steps=8", "--eval_at_start=True"]

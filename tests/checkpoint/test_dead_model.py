@@ -22,6 +22,7 @@ def set_non_finite_steps(folder: Path, count: int) -> None:
     sign(folder)
 
 
+@pytest.mark.slow
 def test_dead_model_keeps_the_good_checkpoint(tmp_path: Path, capsys: Any) -> None:
     """The learning rate of 1e30 makes the weights useless in one finite step."""
     root = tmp_path / "checkpoints"
@@ -48,6 +49,7 @@ def test_dead_model_keeps_the_good_checkpoint(tmp_path: Path, capsys: Any) -> No
     assert complete_steps(root) == [9] and (root / "step_16.superseded-1").is_dir()
 
 
+@pytest.mark.slow
 def test_dead_steps_are_counted_across_launches(tmp_path: Path) -> None:
     """A restart continues the count of the checkpoint that --resume_step names."""
     flags = [*TINY, "--max_bad_steps=8", f"--output_dir={tmp_path}", "--trackers=none"]

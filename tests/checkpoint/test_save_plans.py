@@ -93,6 +93,7 @@ def save_kinds(root: str) -> tuple[list[int], list[str]]:
     return planned, list(saver.full)
 
 
+@pytest.mark.slow
 def test_plan_is_made_once_per_kind(tmp_path: Path) -> None:
     (planned, names), *others = run_ranks(save_kinds, RANKS, str(tmp_path))
     assert planned == [1, 1, 2, 2, 3, 3] and all(other[0] == planned for other in others)

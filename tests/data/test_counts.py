@@ -18,6 +18,7 @@ def read(root: Path, shards: list[str], paths: list[str]) -> dict[str, int]:
     return {path: tokens for path, (_, tokens) in counts.items()}
 
 
+@pytest.mark.slow
 def test_repeated_source_name_makes_no_phantom_shard(tmp_path: Path) -> None:
     files = write_corpus(tmp_path / "a", {"a": [400] * 4, "b": [900]})
     rows = [

@@ -29,7 +29,8 @@ print(resident() - before, len(os.listdir("/proc/self/fd")))
 """
 
 
-@pytest.mark.parametrize("layout", ["lists", pytest.param("scalars", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["lists", "scalars"])
 def test_memory_and_open_files_are_bounded(tmp_path: Path, layout: str) -> None:
     files = write_corpus(tmp_path, {"web": [2500] * 300}, layout=layout)
     command = [sys.executable, "-c", MEASURE, str(files.root), "200"]

@@ -162,6 +162,7 @@ def test_file_uri_batches_equal_local_ones(local: dict[str, Files], layout: str)
     check_same_batches(local[layout], local[layout].root.as_uri())
 
 
+@pytest.mark.slow
 def test_dead_endpoint_is_rejected_within_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -77,6 +77,7 @@ def test_resume_may_change_the_batch_size() -> None:
         stream(seed=2).load_state_dict(state, 2)
 
 
+@pytest.mark.slow
 def test_synthetic_tokens_import_no_pyarrow() -> None:
     code = (
         "import sys; from fms_fsdp.config import DataConfig; from fms_fsdp.data.stream import build_stream;s "

@@ -186,6 +186,7 @@ def own_data(folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_sequences_masked_on_any_rank_are_counted(tmp_path: Path) -> None:
     data = tmp_path / "data"
     write_corpus(data, {"web": [400] * 12})

@@ -11,6 +11,7 @@ from tests.data.corpora import SEP, write_corpus
 from tests.distributed.launch import train_each
 
 
+@pytest.mark.slow
 def test_ramped_micro_batches_train_like_single_sequences(tmp_path: Path) -> None:
     """From 2 to 8 sequences with 4 at once: 2, 4, 3 and 4; on two ranks, which resume, 1, 2, 3 and 4."""
     base = [*TINY, "--mixed_precision=False", "--global_batch_size=8", "--rampup_batch_size=2,2,20"]
@@ -35,6 +36,7 @@ def test_ramped_micro_batches_train_like_single_sequences(tmp_path: Path) -> Non
     assert rejected.returncode == 2 and "or --rampup_micro_batch=True" in rejected.stderr
 
 
+@pytest.mark.slow
 def test_blocks_compile_for_each_batch_size(tmp_path: Path) -> None:
     """For nine; torch stops at eight."""
     flags = [*TINY, "--global_batch_size=9", "--rampup_batch_size=1,1,48", "--batch_size=9"]
@@ -44,6 +46,7 @@ def test_blocks_compile_for_each_batch_size(tmp_path: Path) -> None:
     assert {record["batch_rows"] for record in metrics(tmp_path).values()} == set(range(1, 10))
 
 
+@pytest.mark.slow
 def test_length_in_epochs_is_logged_in_steps(tmp_path: Path) -> None:
     files = write_corpus(tmp_path / "corpus", {"a": [3000], "b": [900]}, mean=60)
     base = ["--model_variant=tiny", "--seq_length=32", "--datasets=a,b", "--weights=1,1"]

@@ -124,6 +124,7 @@ def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
         assert not problem(folder) and not corrupt_files(folder)
 
 
+@pytest.mark.slow
 def test_killed_rank_resumes_under_plain_torchrun(tmp_path: Path) -> None:
     """The command of a user: no variable is exported, so both attempts use the store of the agent."""
     run = tmp_path / "run"

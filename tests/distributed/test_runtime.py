@@ -93,6 +93,7 @@ def _work_beyond_the_timeout() -> tuple[list[Path], str]:
     return found, str(caught.value)
 
 
+@pytest.mark.slow
 def test_long_work_of_rank0_meets_no_timeout() -> None:
     expected = [Path("a")], "--data_path=x is not a folder; correct it"
     assert run_ranks(_work_beyond_the_timeout, 3) == [expected] * 3

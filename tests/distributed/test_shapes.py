@@ -30,6 +30,7 @@ def assert_step_3_is_repeated(folder: Path) -> None:
     assert len(found) == 2 and found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_resume_repeats_the_dropout_of_each_rank(tmp_path: Path) -> None:
     drops = ("--dropout=0.2", "--attn_dropout=0.2", "--ffn_dropout=0.2")
     flags = (*BASE, *EVALUATED, "--pos_emb=alibi", "--parallel_residual=True")
@@ -40,6 +41,7 @@ def test_resume_repeats_the_dropout_of_each_rank(tmp_path: Path) -> None:
     assert abs(losses(tmp_path / "none")[0] - losses(tmp_path / "run")[0]) > 1e-3
 
 
+@pytest.mark.slow
 def test_relative_positions_train_on_ranks_and_resume(tmp_path: Path) -> None:
     relative = ("--pos_emb=relative", "--relative_buckets=12", "--relative_max_distance=40")
     relative += ("--document_mask=True", "--attn_window=30", "--attn_window_pattern=LG")

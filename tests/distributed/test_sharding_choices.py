@@ -126,7 +126,8 @@ def on_rank(world: int) -> dict[str, dict[str, int]]:
     return {name: measured(*case) for name, case in CASES[world].items()}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_bytes_sent_and_held_are_those_predicted(world: int) -> None:
     results = run_ranks(on_rank, world, world)
     for name, (flags, config, precision) in CASES[world].items():

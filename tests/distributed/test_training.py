@@ -63,6 +63,7 @@ def test_resume_on_two_ranks_is_bit_exact(tmp_path: Path) -> None:
     assert losses(again) == losses(whole)[3:]
 
 
+@pytest.mark.slow
 def test_bad_input_is_printed_once_despite_restarts(tmp_path: Path) -> None:
     result = run(
         "--model_variant=tiny",

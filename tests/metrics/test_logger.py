@@ -107,6 +107,7 @@ def test_zero_gradients_are_of_the_same_step(tmp_path: Path) -> None:
     logger.close()
 
 
+@pytest.mark.slow
 def test_many_sources_are_in_every_tenth_report(tmp_path: Path) -> None:
     names = [f"s{number:02d}" for number in range(MAX_SOURCES + 2)]
     write_corpus(tmp_path / "data", dict.fromkeys(names, [200]))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from torch.autograd import DeviceType
 
 from fms_fsdp.metrics.profiling import summarize, union_length
@@ -70,6 +71,7 @@ def test_trace_has_named_ranges_and_summary(tmp_path: Path) -> None:
         assert re.search(rf"^{name} +[0-9.]+ ms +[0-9.]+%$", summary, re.M), name
 
 
+@pytest.mark.slow
 def test_launch_that_ends_early_leaves_a_trace(tmp_path: Path) -> None:
     argv = ("--profiler_active=9", "--num_steps=4", f"--output_dir={tmp_path}")
     trained(*TINY, *PROFILER, *argv)

@@ -192,6 +192,7 @@ def test_padded_vocabulary_is_never_drawn() -> None:
     assert max(token for (token,) in columns if token is not None) < model.config.vocab_size
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's own, of the input of a block
 @pytest.mark.parametrize("name", COMPILED)
 def test_recomputed_compiled_and_bf16_gradients(name: str) -> None:

@@ -235,6 +235,7 @@ FP16_RUN = (*TINY, "--precision=fp16", "--batch_size=2", "--loss_scale_window=4"
 FP16_RUN += ("--num_layers=1",)  # products in fp16 are slow on most CPUs
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_its_loss_scale(tmp_path: Path) -> None:
     trained(*FP16_RUN, f"--output_dir={tmp_path}/whole")
     assert run(*FP16_RUN, f"--output_dir={tmp_path}/halves", "--exit_step=6").returncode == 75

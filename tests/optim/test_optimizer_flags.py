@@ -128,6 +128,7 @@ def test_state_bytes_follow_the_optimizer() -> None:
     assert state_bytes(settings, model) == 12 * n
 
 
+@pytest.mark.slow
 def test_run_resumes_with_its_optimizer_only(tmp_path: Path) -> None:
     """On two ranks with Muon; `ckpt verify` finds its checkpoints valid."""
     through, parts = tmp_path / "through", tmp_path / "parts"

@@ -102,6 +102,7 @@ def section(name: str = "adamw", rate: float = 3e-3, **flags: Any) -> OptimConfi
     return OptimConfig(optimizer=name, learning_rate=rate, weight_decay=0.1, **flags)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_backend")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_step_equals_eager() -> None:
@@ -272,6 +273,7 @@ def on_ranks(folder: Path) -> dict[tuple[str, ...], Whole]:
     return found
 
 
+@pytest.mark.slow
 def test_layouts_and_resumes_give_equal_bits(tmp_path: Path) -> None:
     alone = {case: trained(*case, lambda model: None) for case in CASES}
     layouts = set()
@@ -336,6 +338,7 @@ SUMS: dict[tuple[str, bool, str], str] = {
 }
 
 
+@pytest.mark.slow
 def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
     """Where FSDP accumulates by itself, in `reduce_dtype`, it rounds the sum once."""
     assert sums("none", True, "fp32") == "fp32" and sums("none", True, "bf16") == "bf16"

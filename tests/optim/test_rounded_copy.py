@@ -104,6 +104,7 @@ def test_memory_of_rounded_copy_is_predicted() -> None:
     assert with_copy - without == pytest.approx(2 * num_params(SHAPE) / 4, abs=1)
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process() -> None:
     """Over micro-steps, and where the backward pass gathers and recomputes."""
     near = dict(precision=CHANCE, accum=2, loss_abs=2e-3, norm_rel=2e-2)

@@ -29,8 +29,6 @@ MORE = {
     "rmsprop": ("momentum=0.9", "centered=true"),
     "adamw": ("amsgrad=true",),
 }
-QUICK = ("adamw", "muon", "adafactor", "lamb", "torch.optim:NAdam")
-OTHERS = tuple(name for name in NAMES if name not in QUICK)
 STEPS = 4
 SAVED_AT = 2
 Whole = dict[str, torch.Tensor]
@@ -137,25 +135,20 @@ def alone(name: str) -> Whole:
 
 
 @cache
-def on_four_and_two_ranks(names: tuple[str, ...]) -> dict[tuple[str, str], list[Whole]]:
+def on_four_and_two_ranks() -> dict[tuple[str, str], list[Whole]]:
     """Returns the results of each rank by layout and optimizer, on four ranks and then on two."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for world in (4, 2):
-            by_rank = run_ranks(on_ranks, world, Path(folder), names)
+            by_rank = run_ranks(on_ranks, world, Path(folder), NAMES)
             found |= {case: [rank[case] for rank in by_rank] for case in by_rank[0]}
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "together"),
-    [
-        *((name, QUICK) for name in QUICK),
-        *(pytest.param(name, OTHERS, marks=pytest.mark.slow) for name in OTHERS),
-    ],
-)
-def test_shards_equal_one_process(name: str, together: tuple[str, ...]) -> None:
-    ranks = on_four_and_two_ranks(together)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_equal_one_process(name: str) -> None:
+    ranks = on_four_and_two_ranks()
     expected = alone(name)
     for layout in ("fsdp", "hsdp", "resumed"):
         results = ranks[layout, name]

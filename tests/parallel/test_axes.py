@@ -170,6 +170,7 @@ def test_rejected_layout_is_one_line(tmp_path: Path) -> None:
         assert message in ended.stderr and not list(tmp_path.iterdir()), flags
 
 
+@pytest.mark.slow
 def test_pipeline_rejects_the_batch_of_its_checkpoint(tmp_path: Path) -> None:
     """The batch of this launch would do; that of the run, which is kept, would not."""
     flags = [*TINY, "--num_layers=4", "--num_steps=2", f"--output_dir={tmp_path / 'run'}"]

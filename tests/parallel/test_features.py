@@ -180,12 +180,6 @@ class Cell(NamedTuple):
     group: Group
 
 
-def is_first_axis(axis: str, group: Group) -> bool:
-    """Returns whether it is the one axis that the quick tests try with the group: each group has another."""
-    axes = [each for each in AXES if works_with(each, group)]
-    return axis == axes[GROUPS.index(group) % len(axes)]
-
-
 def train_over(cells: Sequence[Cell], folder: Path) -> None:
     """Trains each group over its axis, or on one process (""); the launches share their ranks."""
     (num_ranks,) = {num_ranks_of(group) if axis else 0 for axis, group in cells}
@@ -215,20 +209,11 @@ EAGER = [group for group in GROUPS if not is_compiled(group)]
 ON_TWO = [group for group in EAGER if num_ranks_of(group) == 2]
 ON_FOUR = [group for group in EAGER if num_ranks_of(group) == 4]
 RECOMPUTED, CHEAP = (group for group in GROUPS if is_compiled(group))
-QUICK_OR_SLOW = (
-    pytest.param(True, id="first"),
-    pytest.param(False, id="others", marks=pytest.mark.slow),
-)
 
 
-def cells_of(axes: Sequence[str], groups: Sequence[Group], is_first: bool) -> list[Cell]:
-    """Returns the groups with their first axis, or with all the others that they work with."""
-    return [
-        Cell(axis, group)
-        for axis in axes
-        for group in groups
-        if works_with(axis, group) and is_first_axis(axis, group) == is_first
-    ]
+def cells_of(axes: Sequence[str], groups: Sequence[Group]) -> list[Cell]:
+    """Returns the groups with each of the axes that they work with."""
+    return [Cell(axis, group) for axis in axes for group in groups if works_with(axis, group)]
 
 
 @pytest.fixture(scope="module")
@@ -239,41 +224,34 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("is_first", QUICK_OR_SLOW)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", AXES)
-def test_features_train_with_every_axis(
-    axis: str, is_first: bool, alone: Path, tmp_path: Path
-) -> None:
-    cells = cells_of([axis], ON_TWO, is_first)
+def test_features_train_with_every_axis(axis: str, alone: Path, tmp_path: Path) -> None:
+    cells = cells_of([axis], ON_TWO)
     train_over(cells, tmp_path)
     assert not differences(cells, alone, tmp_path)
 
 
-@pytest.mark.parametrize("is_first", QUICK_OR_SLOW)
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ON_FOUR, ids=names_of)
 def test_replicated_features_train_with_every_axis(
-    group: Group, is_first: bool, alone: Path, tmp_path: Path
+    group: Group, alone: Path, tmp_path: Path
 ) -> None:
     """In processes for each: torch keeps results of DTensor operations by meshes that compare equal,
     with the names of process groups that the launch before has destroyed."""
-    cells = cells_of(MODEL_AXES, [group], is_first)
+    cells = cells_of(MODEL_AXES, [group])
     train_over(cells, tmp_path)
     assert not differences(cells, alone, tmp_path)
 
 
-@pytest.mark.parametrize("is_first", QUICK_OR_SLOW)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group",
-    [
-        pytest.param(RECOMPUTED, id="recomputed"),
-        pytest.param(CHEAP, id="cheap", marks=pytest.mark.slow),
-    ],
+    [pytest.param(RECOMPUTED, id="recomputed"), pytest.param(CHEAP, id="cheap")],
 )
-def test_compiled_features_train_with_every_axis(
-    group: Group, is_first: bool, tmp_path: Path
-) -> None:
+def test_compiled_features_train_with_every_axis(group: Group, tmp_path: Path) -> None:
     train_over([Cell("", group)], tmp_path)
-    cells = cells_of([*AXES], [group], is_first)
+    cells = cells_of([*AXES], [group])
     train_over(cells, tmp_path)
     assert not differences(cells, tmp_path, tmp_path)
 
@@ -329,13 +307,14 @@ def assert_imported(run: Path, alone: Path) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
         "pp",
-        pytest.param("tp", marks=pytest.mark.slow),
-        pytest.param("cp", marks=pytest.mark.slow),
-        *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS),
+        "tp",
+        "cp",
+        *PAIRS,
     ],
 )
 def test_packing_samples_profiler_and_import_with_axes(

@@ -160,6 +160,7 @@ def losses_of_both() -> list[list[float]]:
     return [losses(2, replace(BF16, float8=scaling)) for scaling in ("row", "tensor")]
 
 
+@pytest.mark.slow
 def test_float8_losses_are_close_to_bf16() -> None:
     wanted, found = losses(1, BF16), run_ranks(losses_of_both, 2)
     assert wanted[-1] < 0.95 * wanted[0] and found[0] == found[1]

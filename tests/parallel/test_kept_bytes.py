@@ -97,13 +97,14 @@ def compiled_kept_bytes(tp: int, cheap: bool, **flags: Any) -> int:
     return found[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns of deprecated calls it makes
 @pytest.mark.parametrize(
     ("cheap", "flags"),
     [
-        pytest.param(False, {}, id="none", marks=pytest.mark.slow),
+        pytest.param(False, {}, id="none"),
         pytest.param(True, {}, id="cheap"),
-        pytest.param(False, {"recompute": "ops"}, id="ops", marks=pytest.mark.slow),
+        pytest.param(False, {"recompute": "ops"}, id="ops"),
     ],
 )
 def test_tp_divides_kept_bytes_of_compiled_blocks(cheap: bool, flags: dict[str, Any]) -> None:

@@ -73,6 +73,7 @@ QUICK = (  # each axis alone, each pair of axes, and an axis with each strategy
 )
 
 
+@pytest.mark.slow
 def test_layouts_train_like_one_process() -> None:
     compare(4, {name: CASES[name] for name in QUICK})
 

@@ -148,6 +148,7 @@ def test_recomputed_flops_are_those_predicted() -> None:
         )
 
 
+@pytest.mark.slow
 def test_long_sequences_keep_attention_matmuls_only(tmp_path: Path) -> None:
     usual, long = ("attention", "every_second_matmul"), ("attention", "attention_matmuls")
     assert ParallelConfig(recompute="ops").kept_ops(8191) == usual
@@ -185,6 +186,7 @@ def graphs(cheap: bool) -> list[torch.fx.Graph]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_cheap_recomputation_repeats_no_matmul() -> None:
     def matmuls(some: list[torch.fx.Graph]) -> int:

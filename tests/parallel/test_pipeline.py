@@ -170,7 +170,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
 def test_evaluation_and_generation_equal_one_process(world: int) -> None:
     alone = {documents: passes_between_steps({}, documents) for documents in (False, True)}
     for found in run_ranks(each_pass, world, LAYOUTS[world]):

@@ -153,6 +153,7 @@ def test_optional_shapes_keep_measured_bytes(
     assert kept_bytes(shape, 2) == pytest.approx(found, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_partitioner_of_the_compiler_keeps_measured_bytes() -> None:
     """The backend has the min-cut partitioner and decompositions of inductor, without code."""
@@ -209,6 +210,7 @@ def _kept_by_axes() -> dict[str, tuple[int, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_of_tp_and_cp_keep_measured_bytes() -> None:
     for found in run_ranks(_kept_by_axes, 2):
         for name, (kept, measured) in found.items():

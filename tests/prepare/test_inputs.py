@@ -142,6 +142,7 @@ def write_odd_names(folder: Path) -> None:
         writer.write_table(table)
 
 
+@pytest.mark.slow
 def test_names_that_are_not_utf8_are_read(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def corpus(tmp_path: Path) -> str:
 OPTIONS = dict(shard_tokens=2000, split=(80.0, 15.0, 5.0), dedup=True)
 
 
+@pytest.mark.slow
 def test_number_of_workers_changes_no_byte(tmp_path: Path, corpus: str) -> None:
     options = dict(train_tokenizer=True, vocab_size=340, **OPTIONS)
     run(tmp_path / "three", corpus, "", 3, **options)
@@ -120,6 +121,7 @@ def test_shards_and_counts_describe_the_documents(tmp_path: Path, corpus: str) -
         assert source.num_tokens == stats[source.name].tokens + stats[source.name].documents
 
 
+@pytest.mark.slow
 def test_killed_prepare_resumes(tmp_path: Path, corpus: str) -> None:
     straight, output = tmp_path / "straight", tmp_path / "out"
     run(straight, corpus, shard_tokens=300)
@@ -275,6 +277,7 @@ def test_later_source_uses_the_folders_tokenizer(tmp_path: Path, corpus: str) ->
     assert contents(together / "code") == contents(output / "code")
 
 
+@pytest.mark.slow
 def test_eos_token_holds_for_later_sources(tmp_path: Path, corpus: str) -> None:
     web, code = corpus.split(",")
     model, output = tmp_path / "model", tmp_path / "out"

@@ -257,6 +257,7 @@ def _choices_of_this_rank() -> dict[str, Any]:
         return {**run.chosen, "available": dict(measured.memory)}
 
 
+@pytest.mark.slow
 def test_ranks_choose_by_the_least_memory() -> None:
     first, second = run_ranks(_choices_of_this_rank, 2)
     assert first == second and first["available"] == {"cpu": 600 * 2**20}
@@ -264,6 +265,7 @@ def test_ranks_choose_by_the_least_memory() -> None:
     assert "chose 64 sequences" not in first["batch_size"]
 
 
+@pytest.mark.slow
 def test_run_trains_and_resumes_with_choices(tmp_path: Path) -> None:
     argv = (*TINY, "--trackers=none", "--recompute=auto", "--batch_size=auto")
     argv = (*argv, "--global_batch_size=8", f"--output_dir={tmp_path}")

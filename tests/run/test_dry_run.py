@@ -42,6 +42,7 @@ def test_dry_run_describes_the_launch(tmp_path: Path, ranks: int) -> None:
     assert "step 1/4" not in ended.stdout
 
 
+@pytest.mark.slow
 def test_dry_run_of_resume_changes_no_byte(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     trained(*FLAGS, f"--output_dir={folder}", "--num_steps=2")

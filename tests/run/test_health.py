@@ -108,6 +108,7 @@ def work_then_hang(folder: Path) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_suspended_process_is_not_declared_hung(tmp_path: Path) -> None:
     """In a process of its own, which stops for longer than the timeout, and then hangs."""
     process = multiprocessing.get_context("forkserver").Process(

@@ -77,6 +77,7 @@ def give_up_at_once() -> None:
     run_dir.lock_folder = partial(lock_folder, patience_s=0.0)
 
 
+@pytest.mark.slow
 def test_locked_folder_is_left_as_it_is(tmp_path: Path) -> None:
     """Without the wait, which tests/distributed/test_launches.py tests."""
     trained(*TINY, "--num_steps=1", f"--output_dir={tmp_path}")
@@ -92,6 +93,7 @@ def test_locked_folder_is_left_as_it_is(tmp_path: Path) -> None:
     trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path}")
 
 
+@pytest.mark.slow
 def test_second_launch_of_one_process_runs(tmp_path: Path) -> None:
     """It said that its own process was writing there. A third one trains in a thread, where signals
     cannot be handled."""
@@ -151,9 +153,10 @@ os._exit(main_training.main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "exit_status"),
-    [("finish", 75), pytest.param("write_data", 1, marks=pytest.mark.slow)],
+    [("finish", 75), ("write_data", 1)],
 )
 def test_second_interrupt_spares_a_commit(tmp_path: Path, method: str, exit_status: int) -> None:
     """The first comes while the launch trains, the second within the save."""
@@ -179,9 +182,8 @@ def test_second_interrupt_spares_a_commit(tmp_path: Path, method: str, exit_stat
         assert ended.stderr == "failed: interrupted by a second SIGINT; the last checkpoint stays\n"
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_before_the_rendezvous_ends_at_once(tmp_path: Path, number: signal.Signals) -> None:
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29655"}
     environment = os.environ | address | {"RANK": "0", "WORLD_SIZE": "2"}
@@ -228,7 +230,8 @@ def test_closed_terminal_does_not_prevent_the_save(tmp_path: Path) -> None:
     assert saved_by(process, tmp_path, "SIGHUP")
 
 
-@pytest.mark.parametrize("closed", [">&-", pytest.param("2>&-", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
 def test_launch_with_closed_stream_trains(tmp_path: Path, closed: str) -> None:
     """`flush` of a stream that is None ended the launch before it had parsed its flags."""
     flags = [*TINY, "--trackers=none", "--num_steps=1", f"--output_dir={tmp_path / 'run'}"]

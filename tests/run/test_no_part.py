@@ -96,6 +96,7 @@ def ended(run: Path) -> list[tuple[int, list[str]]]:
     return endings(launches)
 
 
+@pytest.mark.slow
 def test_a_refusal_a_save_and_a_resume_load_no_part(
     run: Path, ended: list[tuple[int, list[str]]]
 ) -> None:

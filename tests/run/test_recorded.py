@@ -52,6 +52,7 @@ def test_the_working_folder_is_the_one_that_the_shell_names(
         assert working_folder() == os.getcwd() == str(tmp_path / "release-1")
 
 
+@pytest.mark.slow
 def test_a_run_on_a_relative_data_path_is_inspected_and_evaluated_from_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_resume_rejects_other_fixed_flag(whole: Path, flag: str, message: str) -
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_limits_end_a_launch_not_the_run(whole: Path, tmp_path: Path) -> None:
     """Four launches have the losses of one. `--exit_step` counts the steps of the run."""
     first = metrics(whole)[1]
@@ -228,6 +229,7 @@ os._exit(main_training.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_hanging_rank_leaves_stacks_and_ends(tmp_path: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)

@@ -33,6 +33,7 @@ def fingerprints(folder: Path) -> dict[int, str]:
     return {step: record["data_fingerprint"] for step, record in metrics(folder).items()}
 
 
+@pytest.mark.slow
 def test_resuming_dataset_false_begins_afresh(
     flags: tuple[str, ...], whole: Path, tmp_path: Path
 ) -> None:

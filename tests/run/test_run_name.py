@@ -124,6 +124,7 @@ def test_advice_that_names_another_run_names_this_one_too() -> None:
     assert parse("--run_name=of mine").keep_name == "--run_name='of mine'"
 
 
+@pytest.mark.slow
 def test_a_finished_run_of_other_data_is_refused_and_not_called_finished(tmp_path: Path) -> None:
     for seed, name in enumerate(("a", "b")):
         write_corpus(tmp_path / name, {"web": [4000, 4000]}, seed=seed)

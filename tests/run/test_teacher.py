@@ -154,6 +154,7 @@ def test_model_does_not_hold_its_teacher() -> None:
     assert not any(each.requires_grad or each.grad is not None for each in other.parameters())
 
 
+@pytest.mark.slow
 def test_model_learns_nothing_from_itself(tmp_path: Path) -> None:
     flags = [*FLAGS, "--precision=bf16", "--num_steps=1"]
     trained(*flags, "--learning_rate=0", f"--output_dir={tmp_path / 'first'}")
@@ -163,13 +164,12 @@ def test_model_learns_nothing_from_itself(tmp_path: Path) -> None:
     assert loss == metrics(tmp_path / "first")[1]["loss"] and kl == 0 and norm == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
         pytest.param("--sharding_strategy=fsdp --recompute=blocks", id="fsdp"),
-        pytest.param(
-            "--sharding_strategy=ddp --use_torch_compile=True", id="ddp", marks=pytest.mark.slow
-        ),
+        pytest.param("--sharding_strategy=ddp --use_torch_compile=True", id="ddp"),
     ],
 )
 def test_ranks_learn_as_one_process(teacher: Path, alone: Path, tmp_path: Path, more: str) -> None:
@@ -180,6 +180,7 @@ def test_ranks_learn_as_one_process(teacher: Path, alone: Path, tmp_path: Path, 
         assert other == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_resume_with_teacher_is_exact(teacher: Path, alone: Path, tmp_path: Path) -> None:
     """The checkpoint needs no teacher."""
     flags = [*FLAGS, *LEARNS, f"--teacher_path={teacher}", f"--output_dir={tmp_path}"]
@@ -192,6 +193,7 @@ def test_resume_with_teacher_is_exact(teacher: Path, alone: Path, tmp_path: Path
     assert "teacher_path" in said and "teacher_kl" not in metrics(tmp_path)[5]
 
 
+@pytest.mark.slow
 def test_hf_checkpoint_teaches(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "llama")
     flags = [*TINY[1:], "--seq_length=32", "--num_steps=1", "--precision=fp32"]

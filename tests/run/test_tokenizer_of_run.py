@@ -44,6 +44,7 @@ def find(folder: Path) -> Tokenizer:
     return found
 
 
+@pytest.mark.slow
 def test_resume_rejects_data_of_other_tokenizer(world: Path) -> None:
     ours, theirs = find(world / "own"), find(world / "other")
     folder, new = world / "run", world / "new"
@@ -105,6 +106,7 @@ def test_unknown_tokenizer_is_not_a_different_one(
     assert "they are not compared, because that of the data is not there" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_of_a_hugging_face_folder_want_data_of_its_tokenizer(world: Path) -> None:
     pytest.importorskip("tokenizers")
     assert command("export", f"--path={world}/run", f"--output={world}/folder").returncode == 0

@@ -88,6 +88,7 @@ def test_failing_report_page_is_a_note(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_installation_shows_progress_of_pip(repo: Path, tmp_path: Path) -> None:
     """With a stand-in for python3 whose pip works for two seconds and fails."""
     install = 'echo "Collecting torch"; sleep 2.5; echo "no room on the disk"'

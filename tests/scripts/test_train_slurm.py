@@ -84,9 +84,10 @@ def num_looks(repo: Path) -> int:
     return len(notes.read_text().splitlines()) if notes.exists() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "status"),
-    [pytest.param("finished:0", 0, marks=pytest.mark.slow), ("failed:1", 137)],
+    [("finished:0", 0), ("failed:1", 137)],
 )
 def test_elastic_job_outlives_a_node(repo: Path, submit: Submit, plan: str, status: int) -> None:
     """srun gives the status of a node that was killed; how the run ended counts."""
@@ -171,6 +172,7 @@ def test_stop_does_not_reach_another_job(repo: Path, submit: Submit) -> None:
     assert job.returncode == 75, output
 
 
+@pytest.mark.slow
 def test_job_without_a_step_ends_the_chain(repo: Path, submit: Submit) -> None:
     for status, words in (
         (75, "requeued"),

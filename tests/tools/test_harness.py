@@ -92,6 +92,7 @@ def test_task_scores_equal_lm_eval(folder: Path, capsys: pytest.CaptureFixture[s
             assert scores and scores.items() <= expected[task].items(), task
 
 
+@pytest.mark.slow
 def test_exported_folder_gives_the_same_results(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -173,6 +173,7 @@ def check_printed_search(
     assert f"no layout fits 95% of the memory; try --num_devices={2 * half}" in advice
 
 
+@pytest.mark.slow
 def test_search_keeps_flags_and_prints_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
