@@ -311,7 +311,9 @@ class Child:
         return process.returncode
 
     def outcome(self) -> dict[str, Any]:
-        return read_json(self.outcome_file)
+        with suppress(OSError):  # the output of the training must be read on
+            return read_json(self.outcome_file)
+        return {}
 
     def reason(self) -> str:
         """Returns why the launch ended, and where to read more."""

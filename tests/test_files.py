@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fms_fsdp.files import map_or_read, open_regular, safe_name, write_atomically
+from fms_fsdp.files import exists, map_or_read, open_regular, read_json, safe_name, write_atomically
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])
@@ -75,3 +75,20 @@ def test_writes_need_no_optional_capability(
         assert map_or_read(path) == content
     assert list(tmp_path.iterdir()) == [path]
     assert capsys.readouterr().err.count("note: the file system cannot") == 2
+
+
+def test_unreadable_record_is_not_a_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exports/due.json counted as empty, so the exports were never made."""
+    assert read_json(tmp_path / "a") == {} and not exists(tmp_path / "a" / "b")
+
+    def failing(path: object, *args: Any, **settings: Any) -> NoReturn:
+        raise OSError(errno.ESHUTDOWN, "Cannot send", str(path))
+
+    monkeypatch.setattr("io.open", failing)
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(OSError, match="Cannot send"):
+        read_json(tmp_path / "a")
+    with pytest.raises(OSError, match="Cannot send"):
+        exists(tmp_path)

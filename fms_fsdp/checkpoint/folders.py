@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import is_folder, write_atomically
+from fms_fsdp.files import exists, is_folder, write_atomically
 from fms_fsdp.state import TrainMetadata, read_train_metadata
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ def open_file(path: Path) -> FileIO:
             raise UserError(f"{path.name} is not a regular file")
         return FileIO(path)
     except (FileNotFoundError, NotADirectoryError):
-        if not path.parent.exists():
+        if not exists(path.parent):
             raise CheckpointDeleted(path.parent) from None
         raise UserError(f"{path.name} is missing") from None
 
@@ -446,7 +446,7 @@ def read_checkpoint(find: Callable[[], Checkpoint], use: Callable[[Checkpoint], 
         except CheckpointDeleted as error:
             deleted = error
         except Exception:  # any error, if its cause is that the folder is gone
-            if checkpoint.folder.exists():
+            if exists(checkpoint.folder):
                 raise
             deleted = CheckpointDeleted(checkpoint.folder)
     assert deleted is not None
@@ -457,7 +457,7 @@ def rename_aside(folder: Path, state: str) -> Path:
     """Renames a step folder to `<name>.<state>-<k>`, the first free k, and returns it."""
     name = f"{folder.name}.{state}"
     k = 1
-    while folder.with_name(f"{name}-{k}").exists():
+    while exists(folder.with_name(f"{name}-{k}")):
         k += 1
     target = folder.with_name(f"{name}-{k}")
     os.rename(folder, target)

@@ -55,7 +55,7 @@ from fms_fsdp.checkpoint.plans import CachingPlanner, FinishedPlan, LayoutChange
 from fms_fsdp.config.values import counted, format_bytes, shown
 from fms_fsdp.distributed.runtime import gather_objects, log, min_over_ranks
 from fms_fsdp.errors import FULL_DISK, StorageError, UserError, read_failed
-from fms_fsdp.files import free_bytes, sync_folder, sync_to_disk
+from fms_fsdp.files import exists, free_bytes, sync_folder, sync_to_disk
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.state import TrainMetadata
@@ -237,7 +237,7 @@ def _on_every_rank(work: Callable[[], object], folder: Path, is_alone: bool) -> 
 
 
 def _explained(error: Exception, folder: Path) -> Exception:
-    if not folder.exists():
+    if not exists(folder):
         return CheckpointDeleted(folder)
     if not isinstance(error, OSError) or isinstance(error, UserError):
         return error
@@ -334,7 +334,7 @@ class _Writer(FileSystemWriter):
         self._write(STATE, json.dumps(content, indent=1).encode())
         self._write(FILES, format_files(self.files).encode())
         sync_folder(folder)
-        if final.exists():
+        if exists(final):
             rename_aside(final, "damaged")
         os.rename(folder, final)
         sync_folder(final.parent)

@@ -22,6 +22,7 @@ from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
 from fms_fsdp.errors import UserError, read_failed
+from fms_fsdp.files import exists
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.state import RunConfig, TrainMetadata
@@ -113,7 +114,7 @@ def _verify(folder: Path, world: World) -> list[str]:
         failure = error
     found = gather_objects((wrong, failure))
     for reason in (reason for _, reason in found if reason is not None):
-        if not folder.exists():
+        if not exists(folder):
             raise CheckpointDeleted(folder)
         if isinstance(reason, UserError):
             raise reason

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.errors import UserError, is_storage_failure
-from fms_fsdp.files import UNSUPPORTED, read_json, write_atomically
+from fms_fsdp.files import UNSUPPORTED, exists, is_folder, read_json, write_atomically
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig
@@ -46,12 +46,12 @@ class RunDir:
             UserError: another process holds a lock, or a folder cannot be created.
         """
         if not create:
-            self._is_new = not self.checkpoints.exists()
+            self._is_new = not exists(self.checkpoints)
         for folder in (self.folder, self.checkpoints):
             try:
                 if create:
                     folder.mkdir(parents=True, exist_ok=True)
-                if folder.exists():
+                if exists(folder):
                     real = folder.resolve()
                     if real not in self._locks:
                         self._locks[real] = lock_folder(real)
@@ -76,7 +76,7 @@ class RunDir:
         self.rename_own(corrupt, "damaged")
         now = time.time()
         began = time.time() - process_age_s()
-        if self.stop_file.exists() and not began <= self.stop_file.stat().st_mtime <= now + 1:
+        if exists(self.stop_file) and not began <= self.stop_file.stat().st_mtime <= now + 1:
             self.stop_file.unlink(missing_ok=True)  # for an earlier launch, or from the future
         names = [re.fullmatch(r"config\.(\d+)\.json", path.name) for path in self.folder.iterdir()]
         attempt = max((int(match[1]) for match in names if match), default=0) + 1
@@ -89,7 +89,7 @@ class RunDir:
 
         for folder in folders:
             is_own = folder.resolve().parent == self.checkpoints.resolve()
-            if is_own and folder.is_dir():
+            if is_own and is_folder(folder):
                 log.warning("renamed checkpoint to %s", rename_aside(folder, state))
 
     def write_config(self, run: RunConfig, attempt: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fms_fsdp.errors import (
     RunFailed,
@@ -171,7 +171,7 @@ class RunStatus:
         """Returns whether a rank has recorded an error of this launch."""
         if self.folder is None:
             return False
-        content = read_json(self.folder / "status.json")
+        content = _read_record(self.folder / "status.json")
         return content.get("status") in (FAILED, BAD_INPUT)
 
     def __enter__(self) -> RunStatus:
@@ -236,7 +236,7 @@ class RunStatus:
         if self.folder is not None and (on_one_rank or self.rank == 0):
             path = self.folder / "status.json"
             with self._exclusive():
-                before = read_json(path)
+                before = _read_record(path)
                 if before.get("status") == RUNNING:
                     self._worlds = self._worlds or before.get("worlds", [])
                     more = {}
@@ -268,7 +268,7 @@ class RunStatus:
         # A failure may be known to one rank alone; the other ends are written once per machine.
         if status != FAILED and env_int("LOCAL_RANK", 0) != 0:
             return
-        before = read_json(path)
+        before = _read_record(path)
         has_ended = "attempt" in before and before.get("status") != RUNNING
         if status == RUNNING or not has_ended:
             self._write(path, status, attempt=self.restart, claimed=self.folder is not None)
@@ -287,6 +287,14 @@ class RunStatus:
             with suppress(OSError), open(path, "r+", encoding="utf-8") as file:
                 file.write(text)
                 file.truncate()
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Returns a record of the launch; {} also if its storage fails, which ends no training."""
+    try:
+        return read_json(path)
+    except OSError:
+        return {}
 
 
 def _lock_if_free(descriptor: int) -> bool:
