@@ -7,6 +7,7 @@ failure:  collected at the next step; the training continues, the last good chec
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -127,7 +128,8 @@ class CheckpointManager:
             rows_seen=state.samples_seen,
             validation_loss=state.val_loss,
             metrics=dict(state.current.metrics),
-            data=state.stream.state_dict(),
+            # A user's stream may return a dictionary that it changes while the thread writes.
+            data=json.loads(json.dumps(state.stream.state_dict())),
             loss_scale=None if state.loss_scale is None else state.loss_scale.state_dict(),
             non_finite_steps=state.non_finite_steps,
             evaluation_pending=state.evaluation_pending,
