@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fms_fsdp.checkpoint.folders import describe_health, read_metadata
-from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import read_json, write_json
@@ -23,17 +24,17 @@ class Exporter:
     `fms_fsdp export` does it in a separate process of low priority, one at a time; a failure is
     logged.
 
-    A launch that ends before its run does not wait: it drops a running export without a trace. The
-    due steps are in exports/due.json, so the next launch makes their exports.
+    A launch that is stopped does not wait: it drops a running export without a trace. The due steps
+    are in exports/due.json, so the next launch makes their exports, also of a finished run.
     """
 
     def __init__(
-        self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh, start_step: int
+        self, interval: int, checkpoints: Path, folder: Path, start_step: int, *, is_main: bool
     ) -> None:
         self._interval = interval
         self._checkpoints = checkpoints
         self._folder = folder
-        self._is_on = mesh.is_main
+        self._is_on = is_main
         self._running: tuple[int, subprocess.Popen[str]] | None = None
         self._record = folder / "due.json"
         # Replaced, never changed: the thread that deletes checkpoints reads it.
@@ -51,12 +52,18 @@ class Exporter:
         if self._due:
             self._export_next()
 
-    def finish(self) -> None:
-        """Completes the due exports at the end of the run."""
-        while self._running or self._export_next():
+    def finish(self, alive: Callable[[], object], is_stopped: Callable[[], bool]) -> None:
+        """Completes the due exports at the end of the run, unless the launch is asked to stop.
+
+        `alive` tells the watchdog that this rank does not hang.
+        """
+        while self._export_next():
             assert self._running is not None
-            self._running[1].wait()
-            self._export_next()
+            alive()
+            if is_stopped():
+                return
+            with suppress(subprocess.TimeoutExpired):
+                self._running[1].wait(timeout=1.0)
         for step in self._due:
             log.warning("step %d was not exported: it has no checkpoint", step)
         if self._due:

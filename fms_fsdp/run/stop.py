@@ -164,7 +164,15 @@ class StopControl:
         self._step_began = time.monotonic()
         return self._requests(state, self.margin_s())
 
+    def is_asked(self) -> bool:
+        """Returns whether this rank is asked to stop, after the last step (not collective)."""
+        return any(self._own_requests(self.margin_s()))
+
     def _requests(self, state: TrainState, margin_s: float) -> tuple[int, int, int, int]:
+        has_record_error = int(bool(state.current.record_error))
+        return (*self._own_requests(margin_s), has_record_error)
+
+    def _own_requests(self, margin_s: float) -> tuple[int, int, int]:
         by_file = False
         by_clock = False
         if self.is_main:
@@ -173,12 +181,7 @@ class StopControl:
                 self._file_checked = now
                 by_file = os.path.exists(self.stop_file)  # Path.exists raises if a storage fails
             by_clock = any(left < margin_s for left, _ in self._clocks())
-        return (
-            int(bool(self.signals.name)),
-            int(by_file),
-            int(by_clock),
-            int(bool(state.current.record_error)),
-        )
+        return int(bool(self.signals.name)), int(by_file), int(by_clock)
 
     def update(self, state: TrainState, requests: HostCopy) -> None:
         """Decides after a step; `requests`: the sums over all ranks.

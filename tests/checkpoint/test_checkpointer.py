@@ -320,7 +320,7 @@ def test_checkpoint_with_due_export_is_kept(tmp_path: Path) -> None:
     manager.finish(state)
     assert checkpoint_steps(tmp_path) == [1, 3]
     due.clear()
-    manager.delete_spared()
+    manager.delete_spared(state)
     assert checkpoint_steps(tmp_path) == [3]
     manager.close()
 
