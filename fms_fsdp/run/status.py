@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ FINISHED = "finished"
 RESUME_ME = "resume_me"
 BAD_INPUT = "bad_input"
 FAILED = "failed"
+REPORT_S = 10.0  # how long the end of a process may wait for its report
 EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
 
 
@@ -162,10 +164,13 @@ class RunStatus:
         """Ends the process at once, from any thread; saves nothing."""
         self.outcome = outcome
         self.reason = reason
-        self._record_end(outcome, on_one_rank=True)
-        if self.rank == 0:
-            self.print(reason)
-        os._exit(self.exit_status)
+
+        def report() -> None:
+            self._record_end(outcome, on_one_rank=True)
+            if self.rank == 0:
+                self.print(reason)
+
+        end_process(self.exit_status, report)
 
     def peer_failed(self) -> bool:
         """Returns whether a rank has recorded an error of this launch."""
@@ -287,6 +292,16 @@ class RunStatus:
             with suppress(OSError), open(path, "r+", encoding="utf-8") as file:
                 file.write(text)
                 file.truncate()
+
+
+def end_process(status: int, report: Callable[[], object]) -> NoReturn:
+    """Ends the process after `report()`, which may fail, or wait for a storage, a pipe or a lock."""
+    try:
+        thread = threading.Thread(target=report, name="last report", daemon=True)
+        thread.start()
+        thread.join(REPORT_S)
+    finally:
+        os._exit(status)
 
 
 def _read_record(path: Path) -> dict[str, Any]:
