@@ -191,7 +191,13 @@ def test_signal_makes_the_stop_file(
     number: signal.Signals,
     requests: list[str],
 ) -> None:
-    """USR1 and TERM both have the run save; only the warning of the time limit lets the job go on."""
+    """USR1 and TERM both have the run save; only the warning of the time limit lets the job go on.
+
+    The first touch fails, as with a stale file handle.
+    """
+    touch = repo / "fake/touch"
+    touch.write_text(f'#!/bin/bash\nmkdir "{repo}/touched" && exit 1\nexec /usr/bin/touch "$@"\n')
+    touch.chmod(0o755)
     job = submit(PLAN="stop_file")
     wait_for(repo / "waiting")
     job.send_signal(number)
