@@ -294,6 +294,26 @@ def run_long_on_rank0(function: Callable[[], T]) -> T:
     return run_on_rank0(result.result)
 
 
+def on_every_rank(function: Callable[[], object]) -> None:
+    """Calls `function` on every rank; if one raises, every rank raises its error (collective).
+
+    Raises:
+        UserError, RunFailed: of the first rank that has one, with its number.
+    """
+    failure: Exception | None = None
+    try:
+        function()
+    except (UserError, RunFailed, OSError) as error:
+        if not dist.is_initialized():
+            raise
+        failure = error
+    own = None if failure is None else _for_other_ranks(failure)
+    for rank, found in enumerate(gather_objects(own)):
+        if found is not None:
+            kind = UserError if isinstance(found, UserError) else RunFailed
+            raise kind(f"rank {rank}: {found}" if rank > 0 else str(found)) from failure
+
+
 def _set_result(result: Future[T], function: Callable[[], T]) -> None:
     try:
         result.set_result(function())
@@ -309,7 +329,7 @@ def _for_other_ranks(error: Exception) -> Exception:
         return error
     if isinstance(error, OSError) and is_storage_failure(error):
         return read_failed(error.filename or "a file", error.strerror)
-    return RunFailed(f"rank 0 failed: {type(error).__name__}: {error}")
+    return RunFailed(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
 
 def gather_objects(value: T) -> list[T]:

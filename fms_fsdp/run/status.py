@@ -51,6 +51,7 @@ class RunStatus:
         self.has_agent = agent_pid() != 0
         self.is_training = False  # until then, a file that cannot be used is bad input
         self.current_step: Callable[[], int] = lambda: 0
+        self.is_asked_to_end = False  # by a signal that came after the outcome: another rank ended
         self.outcome = ""
         self.reason = ""
         self._worlds: list[list[int]] = []  # [step, ranks] wherever the number of ranks changes
@@ -140,19 +141,19 @@ class RunStatus:
 
     def _report_bad_input(self, error: UserError) -> None:
         self.outcome = BAD_INPUT
-        self._is_on_all_ranks = not error.on_one_rank
+        on_one_rank = error.on_one_rank
+        is_reported_here = self.rank == 0 or on_one_rank
+        if not is_reported_here and not await_rank0() and not self.is_asked_to_end:
+            # Rank 0 does not have the error, or is on another machine.
+            is_reported_here = self._is_first_to_print()
+            on_one_rank = env_int("LOCAL_RANK", 0) == self.rank
+        self._is_on_all_ranks = not on_one_rank
         is_repeated = self._is_repeated(self.reason)
-        self._record_end(BAD_INPUT, on_one_rank=error.on_one_rank, data_step=error.data_step)
-        is_reported_here = self.rank == 0 or error.on_one_rank
+        self._record_end(BAD_INPUT, on_one_rank=on_one_rank, data_step=error.data_step)
         if is_reported_here and not is_repeated:
             self.print(f"error: {self.reason}")
-        if error.on_one_rank:
-            return
-        # The agent ends all ranks when one has ended: let rank 0 print first.
-        if self.rank == 0:
-            release_ranks()
-        else:
-            await_rank0()
+        if self.rank == 0 and not on_one_rank:
+            release_ranks()  # the agent ends all ranks when one has ended: rank 0 prints first
 
     def fail(self, reason: str) -> None:
         """Records that the run has failed."""
@@ -226,6 +227,19 @@ class RunStatus:
             return before.read_text(encoding="utf-8") == reason
         return False
 
+    def _is_first_to_print(self) -> bool:
+        """Returns whether no other rank of this torchrun has printed the error of this attempt."""
+        note = self._note(f"attempt_{self.restart}.printed")
+        if note is None:
+            return True
+        try:
+            note.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def _note(self, name: str) -> Path | None:
         """Returns a file that all attempts of this node's torchrun see; None without torchrun."""
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -248,7 +262,7 @@ class RunStatus:
                     if data_step:
                         more["data_step"] = data_step
                     self._write(path, status, **more)
-        self._write_outcome(status)
+        self._write_outcome(status, on_one_rank=on_one_rank)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -266,12 +280,12 @@ class RunStatus:
                     time.sleep(0.01)
             yield
 
-    def _write_outcome(self, status: str) -> None:
+    def _write_outcome(self, status: str, *, on_one_rank: bool = False) -> None:
         path = Path(os.environ.get("LAUNCH_OUTCOME", ""))
         if not path.name:  # no launcher reads it
             return
-        # A failure may be known to one rank alone; the other ends are written once per machine.
-        if status != FAILED and env_int("LOCAL_RANK", 0) != 0:
+        # An end that all ranks know is written once per machine.
+        if not on_one_rank and env_int("LOCAL_RANK", 0) != 0:
             return
         before = _read_record(path)
         has_ended = "attempt" in before and before.get("status") != RUNNING

@@ -97,6 +97,7 @@ class StopSignals:
     def _ask(self, name: str) -> None:
         self.name = self.name or name
         if self._status.outcome:  # this rank ends already; status.json may have its own failure
+            self._status.is_asked_to_end = True
             return
         if self._status.peer_failed():
             os._exit(1)  # a save would wait for the peer
