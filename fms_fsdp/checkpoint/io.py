@@ -45,6 +45,7 @@ from fms_fsdp.checkpoint.folders import (
     Checksum,
     CorruptCheckpoint,
     corrupt_files,
+    delete,
     format_files,
     open_file,
     rename_aside,
@@ -334,8 +335,9 @@ class _Writer(FileSystemWriter):
         self._write(STATE, json.dumps(content, indent=1).encode())
         self._write(FILES, format_files(self.files).encode())
         sync_folder(folder)
-        if exists(final):
-            rename_aside(final, "damaged")
+        if exists(final) and rename_aside(final, "damaged") == final:
+            log.warning("deleted %s, which cannot be renamed", final)
+            delete(final)
         os.rename(folder, final)
         sync_folder(final.parent)
         self._on_commit()

@@ -90,7 +90,11 @@ class RunDir:
         for folder in folders:
             is_own = folder.resolve().parent == self.checkpoints.resolve()
             if is_own and is_folder(folder):
-                log.warning("renamed checkpoint to %s", rename_aside(folder, state))
+                target = rename_aside(folder, state)
+                if target == folder:
+                    log.warning("marked %s as %s: it cannot be renamed", folder, state)
+                else:
+                    log.warning("renamed checkpoint to %s", target)
 
     def write_config(self, run: RunConfig, attempt: int) -> None:
         text = json.dumps(run.content, indent=1) + "\n"
