@@ -444,11 +444,20 @@ def versions() -> dict[str, str]:
 @cache
 def _git_state() -> dict[str, str]:
     """Returns the commit and a hash of the difference from it; {} outside of a repository."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    silent = subprocess.DEVNULL
     try:
-        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=silent, timeout=10)
-        diff = subprocess.check_output([*git, "diff", "HEAD"], stderr=silent, timeout=10)
+        commit = _ask_git("rev-parse", "HEAD")
+        diff = _ask_git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"commit": commit.decode()[:12] + (f"+{zlib.crc32(diff):08x}" if diff else "")}
+
+
+def _ask_git(*command: str) -> bytes:
+    # GIT_DIR and others would name another repository, for example in a hook of git.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.check_output(
+        ["git", "-C", str(Path(__file__).parent), *command],
+        stderr=subprocess.DEVNULL,
+        timeout=10,
+        env=variables,
+    )
