@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -31,6 +34,7 @@ def due_after(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Exp
         write_json(
             folder / "checkpoints" / f"step_{step}" / STATE, TrainMetadata(step, **RECORD).content
         )
+    logging.getLogger("fms_fsdp").propagate = True
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
@@ -69,3 +73,28 @@ def test_due_exports_pass_to_next_launch(tmp_path: Path) -> None:
     second.finish(lambda: None, lambda: False)
     assert second.due_steps() == exporter_of(tmp_path, 12).due_steps() == ()
     assert [path.name for path in (tmp_path / "exports").iterdir()] == ["step_4"]
+
+
+def test_verbose_export_ends_with_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody read the pipe of its output, which holds 64 KiB: the run never ended."""
+    script = "head -c 100000 /dev/zero | tr '\\0' x; echo; echo no tokenizer; exit 1"
+    exporter = due_after(tmp_path, monkeypatch, script)
+    deadline = time.monotonic() + 30
+    exporter.finish(lambda: None, lambda: time.monotonic() > deadline)
+    assert exporter.due_steps() == ()
+    assert "step 8 was not exported: no tokenizer" in caplog.text
+
+
+def test_export_that_cannot_start_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*args: object, **settings: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    exporter = due_after(tmp_path, monkeypatch, "true")
+    monkeypatch.setattr(subprocess, "Popen", failing)
+    exporter.finish(lambda: None, lambda: False)
+    assert exporter.due_steps() == ()
+    assert "the export cannot start: Resource temporarily unavailable" in caplog.text
