@@ -419,6 +419,7 @@ def build(launch: Launch) -> tuple[Mesh, TrainState]:
         )
     # Only now, because until here the later checkpoints could still be needed.
     run_on_rank0(partial(launch.run_dir.rename_own, resume.superseded, "superseded"))
+    run_on_rank0(partial(launch.run_dir.rename_exports, launch.start_step))
     state = initial_state(run, resume, model, optimizers, launch.stream, device)
     if launch.found.teacher is not None:
         from fms_fsdp.distill import attach_teacher

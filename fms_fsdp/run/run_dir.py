@@ -84,17 +84,19 @@ class RunDir:
 
     def rename_own(self, folders: Iterable[Path], state: str) -> None:
         """Renames the checkpoints of this run among `folders` to `<name>.<state>-<k>`."""
-        from fms_fsdp.checkpoint.folders import rename_aside
-        from fms_fsdp.distributed.runtime import log
-
         for folder in folders:
             is_own = folder.resolve().parent == self.checkpoints.resolve()
             if is_own and is_folder(folder):
-                target = rename_aside(folder, state)
-                if target == folder:
-                    log.warning("marked %s as %s: it cannot be renamed", folder, state)
-                else:
-                    log.warning("renamed checkpoint to %s", target)
+                _rename(folder, state, "checkpoint")
+
+    def rename_exports(self, start_step: int) -> None:
+        """Renames the exports of steps after `start_step`, which are trained again."""
+        from fms_fsdp.checkpoint.folders import checkpoint_steps
+
+        exports = self.folder / "exports"
+        for step in checkpoint_steps(exports):
+            if step > start_step:
+                _rename(exports / f"step_{step}", "superseded", "export")
 
     def write_config(self, run: RunConfig, attempt: int) -> None:
         text = json.dumps(run.content, indent=1) + "\n"
@@ -104,6 +106,17 @@ class RunDir:
     def close(self) -> None:
         while self._locks:
             self._locks.popitem()[1].close()
+
+
+def _rename(folder: Path, state: str, kind: str) -> None:
+    from fms_fsdp.checkpoint.folders import rename_aside
+    from fms_fsdp.distributed.runtime import log
+
+    target = rename_aside(folder, state)
+    if target == folder:
+        log.warning("marked %s as %s: it cannot be renamed", folder, state)
+    else:
+        log.warning("renamed %s to %s", kind, target)
 
 
 def check_shared(folder: Path, world: World, timeout_s: float = 30.0) -> None:
