@@ -305,14 +305,20 @@ def delete_old(
 ) -> None:
     """Deletes the checkpoints of a run, of these steps, that the policy does not keep."""
     found: dict[int, TrainMetadata] = {}
-    try:
-        for step in steps:
-            metadata = complete.read(root / f"step_{step}")
-            if metadata is not None:
-                found[step] = metadata
-    except OSError as error:  # the next save tries again; a run must not end for it
-        log.warning("old checkpoints were not deleted: %s", error)
-        return
+    for step in steps:
+        folder = root / f"step_{step}"
+        try:
+            metadata = complete.read(folder)
+        except folders.CheckpointDeleted:  # by hand, after it was listed
+            continue
+        except (
+            OSError,
+            UserError,
+        ) as error:  # the next save tries again; a run must not end for it
+            log.warning("old checkpoints were not deleted: %s: %s", folder, error)
+            return
+        if metadata is not None:
+            found[step] = metadata
     spared = spared_steps()
     for step in policy.to_delete(found):
         if step in spared:

@@ -87,6 +87,21 @@ def left_of(root: Path, last: int) -> list[int]:
     return complete_steps(root)
 
 
+def test_folder_that_vanishes_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CheckpointDeleted went into the loop of rank 0, if a folder was removed by hand."""
+    saved(tmp_path, 10, 20, 25)
+    is_complete = folders.is_complete
+
+    def complete_then_removed(folder: Path) -> bool:
+        found = is_complete(folder)
+        if folder.name == "step_10":
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(folders, "is_complete", complete_then_removed)
+    assert left_of(tmp_path, 1) == [25]
+
+
 def test_folders_that_cannot_be_renamed_are_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
