@@ -279,14 +279,30 @@ def _locked_folder(partial: Path, path: Path) -> Iterator[None]:
     """
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        is_locked = True
         with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"--output ({path}) is being written by another export; wait for it, or choose "
-                    "another folder"
-                ) from None
+            is_locked = try_lock(descriptor)
+        if not is_locked:
+            raise UserError(
+                f"--output ({path}) is being written by another export; wait for it, or choose "
+                "another folder"
+            )
         yield
     finally:
         os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Locks an open file or folder; returns False if another process holds the lock.
+
+    Raises:
+        OSError: the file system has no locks, or fails.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # CIFS says EACCES, not EAGAIN: to go on without the lock would mean two writers.
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

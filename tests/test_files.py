@@ -1,6 +1,7 @@
 """Names read from files lead nowhere but below their folder."""
 
 import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -8,7 +9,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fms_fsdp.files import exists, map_or_read, open_regular, read_json, safe_name, write_atomically
+from fms_fsdp.errors import UserError
+from fms_fsdp.files import (
+    exists,
+    map_or_read,
+    open_regular,
+    read_json,
+    safe_name,
+    write_atomically,
+    write_folder,
+)
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])
@@ -92,3 +102,14 @@ def test_unreadable_record_is_not_a_missing_one(
         read_json(tmp_path / "a")
     with pytest.raises(OSError, match="Cannot send"):
         exists(tmp_path)
+
+
+def test_held_lock_of_cifs_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFS says EACCES: a second export emptied the folder of the first."""
+
+    def held(descriptor: int, operation: int) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fcntl, "flock", held)
+    with pytest.raises(UserError, match="another export"), write_folder(tmp_path / "out"):
+        pass

@@ -7,7 +7,6 @@ checkpoints/ · STOP (created by whoever wants the run to stop) · .lock
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.errors import UserError, is_storage_failure
-from fms_fsdp.files import UNSUPPORTED, exists, is_folder, read_json, write_atomically
+from fms_fsdp.files import UNSUPPORTED, exists, is_folder, read_json, try_lock, write_atomically
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig
@@ -171,11 +170,8 @@ def lock_folder(
 def _try_lock(file: TextIO, folder: Path) -> bool:
     """Locks an open file; returns False if another process holds the lock."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(file.fileno())
     except OSError as error:
-        # CIFS says EACCES, not EAGAIN: to go on without the lock would mean two writers.
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
         # Any other code, such as EIO, does not say that there are no locks.
         if error.errno not in {errno.ENOLCK, *UNSUPPORTED}:
             file.close()

@@ -7,7 +7,6 @@ that LAUNCH_OUTCOME names, which is also written before there is a run directory
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ from fms_fsdp.errors import (
     is_storage_failure,
     read_failed,
 )
-from fms_fsdp.files import read_json, write_atomically
+from fms_fsdp.files import read_json, try_lock, write_atomically
 from fms_fsdp.run.agent import agent_pid, await_rank0, release_ranks
 
 RUNNING = "running"
@@ -276,7 +275,7 @@ class RunStatus:
         with ExitStack() as stack:
             with suppress(OSError):
                 log = stack.enter_context(open(self.folder / "log.txt", "ab"))
-                while not _lock_if_free(log.fileno()) and time.monotonic() < deadline:
+                while not try_lock(log.fileno()) and time.monotonic() < deadline:
                     time.sleep(0.01)
             yield
 
@@ -324,12 +323,3 @@ def _read_record(path: Path) -> dict[str, Any]:
         return read_json(path)
     except OSError:
         return {}
-
-
-def _lock_if_free(descriptor: int) -> bool:
-    """Locks an open file; returns False if another process holds the lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # CIFS says EACCES, not EAGAIN
-        return False
-    return True
