@@ -142,6 +142,17 @@ def test_job_ends_with_status_and_requests(
     assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
 
 
+def test_failing_requeue_is_tried_again(repo: Path, submit: Submit) -> None:
+    scontrol = repo / "fake/scontrol"
+    scontrol.write_text(
+        f'{scontrol.read_text()}\n[[ $(grep -c requeue "{repo}/asked.txt") == 2 ]]\n'
+    )
+    job = submit(PLAN="resume_me:75")
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 75 and "cannot be requeued" not in output, output
+    assert asked(repo) == ["scontrol requeue 7"] * 2
+
+
 def test_job_at_exit_step_is_not_requeued(repo: Path, submit: Submit) -> None:
     for _ in range(2):  # the second one makes no step
         job = submit(
