@@ -173,14 +173,21 @@ def find_host(variables: Mapping[str, str]) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST", "")
     if nodes:
         command = ["scontrol", "show", "hostnames", nodes]
-        return subprocess.check_output(command, env=dict(variables), encoding="utf-8").split()[0]
+        with suppress(OSError, subprocess.CalledProcessError):  # a container has no scontrol
+            names = subprocess.check_output(command, env=dict(variables), encoding="utf-8")
+            return names.split()[0]
     host = variables.get("MASTER_ADDR", "")
-    if not host:
+    if host:
+        return host
+    if nodes:
         raise UserError(
-            f"NNODES={shown(variables.get('NNODES', ''))} requires MASTER_ADDR, the name of the first "
-            "node; set NODE_RANK and MASTER_ADDR"
+            f"SLURM_STEP_NODELIST={shown(nodes)} requires the program scontrol, which does not run "
+            "here; set MASTER_ADDR to the name of the first node"
         )
-    return host
+    raise UserError(
+        f"NNODES={shown(variables.get('NNODES', ''))} requires MASTER_ADDR, the name of the first "
+        "node; set NODE_RANK and MASTER_ADDR"
+    )
 
 
 def read_number(
