@@ -50,6 +50,16 @@ def test_repeated_steps_are_read_once(restarted: Path) -> None:
     assert run["series"]["eval/loss"] == ([20], [4.5])
 
 
+def test_clock_set_back_loses_no_hours(tmp_path: Path) -> None:
+    times = [0, 3600, 1800, 5400]  # set back after the second report
+    run = load_run(
+        write(
+            tmp_path / "run", *(record(1, step, loss=1.0, time=t) for step, t in enumerate(times))
+        )
+    )
+    assert run["series"]["hours"] == ([0, 1, 2, 3], [0.0, 1.0, 1.0, 2.0])
+
+
 def test_thinning_keeps_extremes_and_ends() -> None:
     values: list[Any] = [float(i % 7) for i in range(50_000)]
     values[31_234], values[40_000] = 99.0, None
