@@ -20,6 +20,9 @@ def agent_pid() -> int:
     A shell or a container may inherit torchrun's variables. The agent starts each worker as the
     leader of a new session, and gives only the worker the variable; the worker may be a script that
     starts this process.
+
+    Raises:
+        OSError: it cannot be found out now, such as with too many open files.
     """
     run_id = os.environ.get(RUN_ID)
     if run_id is None:
@@ -38,7 +41,7 @@ def agent_pid() -> int:
         return 0
     except PermissionError:  # an agent of another user: nothing else is known of it
         return agent
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
 
 

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -90,9 +91,10 @@ class StopSignals:
                 for number in os.read(self._pipe, 64):
                     if number in _STOPS:
                         self._ask(signal.Signals(number).name)
-            if self._agent and agent_pid() != self._agent:
-                self._agent = 0
-                self._ask("the end of torchrun's agent")
+            with suppress(OSError):  # asked again in a second
+                if self._agent and agent_pid() != self._agent:
+                    self._agent = 0
+                    self._ask("the end of torchrun's agent")
 
     def _ask(self, name: str) -> None:
         self.name = self.name or name
