@@ -397,8 +397,8 @@ class Child:
             return None
         try:
             return open(self.run_dir / "console.txt", "ab", buffering=0)
-        except OSError:  # the terminal still has the output
-            return None
+        except OSError:  # the terminal still has the output, which is not kept for a later try
+            return open(os.devnull, "ab", buffering=0)
 
 
 def _write(descriptor: int, data: bytes) -> None:

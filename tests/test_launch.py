@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.launch import build_command, exit_status, read_nodes
+from fms_fsdp.launch import Child, build_command, exit_status, read_nodes
 from tests.cases import cases
 from tests.cli import ROOT
 from tests.scripts.conftest import wait_for
@@ -196,6 +196,16 @@ def test_output_goes_to_terminal_and_console(
     assert console == "before the run directory\ncoloured\n"
     assert "\x1b[1;36mcoloured" in output and words in output
     assert output.count("\n") == (3 if words else 2)
+
+
+def test_output_is_not_kept_without_a_console_file(tmp_path: Path) -> None:
+    """It was searched again with each piece: 10 MB took seconds, in which the training waited."""
+    (tmp_path / "console.txt").mkdir()
+    outcome = tmp_path / "outcome.json"
+    outcome.write_text('{"claimed": true}')
+    console = Child([], {}, tmp_path, outcome)._open_console()
+    assert console is not None
+    console.close()
 
 
 def stopped(folder: Path, plan: str, *numbers: int, **variables: str) -> str:
