@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -227,19 +228,23 @@ def _raise(error: Exception | None) -> None:
 
 def _on_every_rank(work: Callable[[], object], folder: Path, is_alone: bool) -> None:
     """Calls `work`, and raises the error of the first rank that failed on every rank."""
+    cause: Exception | None = None
     failure: Exception | None = None
     try:
         work()
     except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        failure = error
+        cause = error
+        # Before the ranks share their errors: the caches of a file system differ between nodes.
+        failure = _explained(error, folder)
     for found in [failure] if is_alone else gather_objects(failure):
         if found is not None:
-            raise _explained(found, folder) from failure
+            raise found from cause
 
 
 def _explained(error: Exception, folder: Path) -> Exception:
-    if not exists(folder):
-        return CheckpointDeleted(folder)
+    with suppress(OSError):  # the first error is the reason
+        if not exists(folder):
+            return CheckpointDeleted(folder)
     if not isinstance(error, OSError) or isinstance(error, UserError):
         return error
     return read_failed(error.filename or folder, error.strerror or error)
