@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.config.formats import parse_named_interval
 from fms_fsdp.distributed.runtime import log
+from fms_fsdp.files import write_atomically
 from fms_fsdp.state import TrainState
 
 THREAD_PREFIX = "tracker "
@@ -137,17 +138,18 @@ class WandbTracker:
         import wandb
 
         id_file = Path(cfg.output_dir, "wandb.id")
+        run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
         self._run: Any = wandb.init(
             project=cfg.log.tracker_project,
             entity=cfg.log.tracker_entity or None,
             name=cfg.run_name,
-            id=id_file.read_text(encoding="utf-8") if id_file.exists() else None,
+            id=run_id or None,
             resume="allow",
             dir=cfg.output_dir,
             config=as_dict(cfg),
             settings=wandb.Settings(console="off", quiet=True),
         )
-        id_file.write_text(self._run.id, encoding="utf-8")
+        write_atomically(id_file, self._run.id)
         # wandb's own counter rejects steps that a resumed run makes again
         self._run.define_metric("*", step_metric="step")
 

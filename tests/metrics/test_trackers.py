@@ -191,6 +191,22 @@ def test_full_disk_switches_tensorboard_off(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_empty_wandb_id_starts_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash left it empty, and "Run ID cannot be empty" switched wandb off in every later launch."""
+    ids: list[str | None] = []
+
+    def init(**settings: Any) -> Any:
+        ids.append(settings["id"])
+        return SimpleNamespace(id="a1", define_metric=lambda *_, **__: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **_: None))
+    (tmp_path / "wandb.id").touch()
+    config = TrainConfig(log=LogConfig(output_dir=str(tmp_path)))
+    for _ in range(2):
+        trackers.WandbTracker(config, {})
+    assert ids == [None, "a1"]
+
+
 def test_every_metric_has_its_group(tmp_path: Path) -> None:
     """The group for names that match no pattern has losses, gradients and the learning rate."""
     argv = ("--num_steps=1", "--eval_interval=1", "--eval_steps=1", "--diagnostics=True")
