@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue
 import textwrap
 import threading
@@ -86,6 +87,8 @@ class TensorBoardTracker:
         _hide_tracebacks_of_writers()
         root = Path(cfg.log.tensorboard_dir or Path(cfg.output_dir, "tensorboard"))
         is_first = not any(root.glob("events.out.tfevents.*"))
+        if cfg.log.tensorboard_dir:
+            _warn_of_other_run(root, cfg.output_dir)
         self._writers = {}
         for counter, folder, prefix in (
             ("step", "", ""),
@@ -118,6 +121,20 @@ class TensorBoardTracker:
     def close(self) -> None:
         for _, writer in self._writers.values():
             writer.close()
+
+
+def _warn_of_other_run(root: Path, output_dir: str) -> None:
+    """Logs that a folder has the points of another run, which TensorBoard drops for those of this one."""
+    owner_file = root / "run_directory.txt"
+    own = os.path.abspath(output_dir)
+    owner = owner_file.read_text(encoding="utf-8").strip() if owner_file.exists() else ""
+    if owner != own and os.path.isdir(owner):  # else the run directory was moved
+        log.warning(
+            "--tensorboard_dir=%s has the points of another run (%s), which TensorBoard does not show "
+            "after the start of this one; choose a folder per run",
+            *(root, owner),
+        )
+    write_atomically(owner_file, own)
 
 
 def _hide_tracebacks_of_writers() -> None:

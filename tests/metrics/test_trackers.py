@@ -171,6 +171,22 @@ def test_tensorboard_drops_points_after_resume_step(tmp_path: Path) -> None:
     assert points(events, "by_tokens/loss") == [(640, 9.0), (1280, 9.0), (1920, 2.0)]
 
 
+def test_tensorboard_folder_of_another_run_is_named(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    """All points of the first run disappeared without a line."""
+    for name in ("a", "a", "b"):
+        assert not logged.messages
+        (tmp_path / name).mkdir(exist_ok=True)
+        log = {"tensorboard_dir": str(tmp_path / "board"), "output_dir": str(tmp_path / name)}
+        trackers.TensorBoardTracker(
+            TrainConfig(log=LogConfig(trackers=("tensorboard",), **log)),
+            {"step": 0, "samples_seen": 0, "tokens_seen": 0},
+        ).close()
+    (message,) = logged.messages
+    assert f"board has the points of another run ({tmp_path / 'a'})" in message
+
+
 def test_full_disk_switches_tensorboard_off(
     tmp_path: Path, logged: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
