@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from fms_fsdp.train import Observers, StepSettings
 
 
+STOPPED_EXPORTS = "stopped before its last exports; run the same command to make them"
+
+
 @dataclass(frozen=True)
 class Launch:
     """A planned launch: its settings, its inputs, and its place on disk.
@@ -118,8 +121,11 @@ def main(argv: list[str]) -> int:
         attempt, failed_step = open_run(launch, status)
         start = launch.found.resume.start
         if start.step == launch.run.num_steps and not start.evaluation_pending:
-            fix = "raise --num_steps or choose another --run_name"
-            end(status, FINISHED, f"already finished at step {start.step}; {fix}")
+            if make_due_exports(launch, signals):
+                fix = "raise --num_steps or choose another --run_name"
+                end(status, FINISHED, f"already finished at step {start.step}; {fix}")
+            else:
+                end(status, RESUME_ME, STOPPED_EXPORTS)
             return status.exit_status
         begin_records(launch, attempt, failed_step, at_end)
 
@@ -149,11 +155,14 @@ def main(argv: list[str]) -> int:
             train(step_settings(launch, mesh), state, timer, observers)
 
         folder = launch.run_dir.folder
-        if state.is_done and not state.evaluation_pending:
-            end(status, FINISHED, f"finished {counted(state.step, 'step')}", folder)
-        else:
+        exporter = observers.exporter
+        if not state.is_done or state.evaluation_pending:
             reason = f"{state.stop_reason}, at step {state.step}; run the same command to resume"
             end(status, RESUME_ME, reason, folder)
+        elif exporter is not None and exporter.due_steps():
+            end(status, RESUME_ME, STOPPED_EXPORTS, folder)
+        else:
+            end(status, FINISHED, f"finished {counted(state.step, 'step')}", folder)
     signals.wait_for_agent()
     return status.exit_status
 
@@ -325,6 +334,36 @@ def begin_records(launch: Launch, attempt: int, failed_step: int | None, at_end:
     launch.phases.done("data")
 
 
+def make_due_exports(launch: Launch, signals: StopSignals) -> bool:
+    """Makes the exports that an earlier launch of a finished run has left, on rank 0.
+
+    Returns whether all are made: the launch may be asked to stop.
+    """
+    cfg = launch.run.config
+    start = launch.found.resume.start
+    if launch.world.rank > 0 or not cfg.checkpoint.export_interval:
+        return True
+    from fms_fsdp.checkpoint.folders import CompleteCheckpoints, checkpoint_steps
+    from fms_fsdp.checkpoint.manager import delete_old
+    from fms_fsdp.checkpoint.retention import KeepPolicy
+    from fms_fsdp.hf.exporter import Exporter
+
+    root = launch.run_dir.checkpoints
+    exports = launch.run_dir.folder / "exports"
+    exporter = Exporter(cfg.checkpoint.export_interval, root, exports, start.step, is_main=True)
+    if not exporter.due_steps():
+        return True
+    signals.can_save = True  # nothing is lost: a signal ends the wait
+    stop = StopControl(cfg.training, launch.run_dir.stop_file, signals, is_main=True)
+    exporter.finish(lambda: None, stop.is_asked)
+    exporter.close()
+    policy = KeepPolicy.from_config(cfg.checkpoint)
+    if policy.last and not start.non_finite_steps:
+        own = [step for step in checkpoint_steps(root) if step <= start.step]
+        delete_old(root, own, policy, exporter.due_steps, CompleteCheckpoints())
+    return not exporter.due_steps()
+
+
 def build(launch: Launch) -> tuple[Mesh, TrainState]:
     """Returns the mesh, and the state of the run before its first step: model, optimizers, weights,
     progress (collective)."""
@@ -380,6 +419,7 @@ def build(launch: Launch) -> tuple[Mesh, TrainState]:
         )
     # Only now, because until here the later checkpoints could still be needed.
     run_on_rank0(partial(launch.run_dir.rename_own, resume.superseded, "superseded"))
+    run_on_rank0(partial(launch.run_dir.rename_exports, launch.start_step))
     state = initial_state(run, resume, model, optimizers, launch.stream, device)
     if launch.found.teacher is not None:
         from fms_fsdp.distill import attach_teacher
@@ -473,7 +513,9 @@ def wire(
         from fms_fsdp.hf.exporter import Exporter
 
         exports = run_dir.folder / "exports"
-        exporter = Exporter(interval, run_dir.checkpoints, exports, mesh, state.step)
+        exporter = Exporter(
+            interval, run_dir.checkpoints, exports, state.step, is_main=mesh.is_main
+        )
     save_s, host_bytes = save_estimates(run, launch.found.resume, launch.budget)
     checkpoints = CheckpointManager(
         run,

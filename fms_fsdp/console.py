@@ -68,10 +68,12 @@ class Console(logging.StreamHandler[TextIO]):
         if now - self._wrote_at < 0.25:
             return
         self.acquire()  # a save in the background may write a line
-        self._rewrite(text)
-        self._wrote_at = now
-        self._is_shown = True
-        self.release()
+        try:
+            self._rewrite(text)
+            self._wrote_at = now
+            self._is_shown = True
+        finally:  # Ctrl-C may interrupt this
+            self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._is_shown:

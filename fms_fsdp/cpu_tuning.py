@@ -7,10 +7,13 @@ import ctypes
 import gc
 import os
 import resource
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from fms_fsdp.errors import env_int
 
+_IMPORTED_AT = time.monotonic()
 _MAX_OPEN_FILES = 65_536  # some programs walk through all numbers up to the limit
 
 
@@ -109,10 +112,13 @@ def raise_open_file_limit() -> int:
 
 
 def process_age_s() -> float:
-    """Returns the seconds since this process was started; 0 if the kernel does not tell."""
-    try:
+    """Returns the seconds since this process was started; since its import if the kernel does not tell.
+
+    Not by /proc/uptime, which may be the container's (lxcfs), while the start is the machine's.
+    """
+    age_s = -1.0
+    with suppress(OSError, ValueError, IndexError, AttributeError):  # AttributeError: not Linux
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
-        return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    return age_s if age_s >= 0 else time.monotonic() - _IMPORTED_AT

@@ -18,13 +18,15 @@ _CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
 PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
 _PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
-_ABOUT_PATHS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS}
-_ABOUT_PATHS |= {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
-# A storage that does not answer. Its files may be valid, and a second read may succeed: this is
-# neither bad input nor a missing file.
-_STORAGE_FAILURES = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO}
-# The process behind a FUSE mount has ended; the server is off.
-_STORAGE_FAILURES |= {errno.ENOTCONN, errno.EHOSTDOWN}
+# The path names nothing. After any other error, the file may be there.
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
+_ABOUT_PATHS = {*_ABSENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR}
+# The call, the kind of file, or the limits of this process are the reason, and not the storage.
+_ABOUT_CALLS = {errno.EINVAL, errno.EBADF, errno.ESPIPE, errno.EEXIST, errno.ENOTEMPTY, errno.EXDEV}
+_ABOUT_CALLS |= {errno.EFBIG, errno.EMLINK, errno.EBUSY, errno.ETXTBSY, errno.ENXIO, errno.ENODEV}
+_ABOUT_CALLS |= {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EPIPE, errno.E2BIG}
+_ABOUT_CALLS |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+_ABOUT_CALLS |= {errno.ENOEXEC, errno.ECHILD, errno.ESRCH}
 
 
 def is_installed(name: str) -> bool:
@@ -106,9 +108,20 @@ def raise_first(failures: Sequence[ReadFailed | None]) -> None:
         raise ReadFailed(f"rank {rank}: {failure}")
 
 
+def is_absent(error: OSError) -> bool:
+    """Returns whether a path names nothing; another error leaves open whether the file is there."""
+    return error.errno in _ABSENT
+
+
 def is_storage_failure(error: BaseException) -> bool:
-    """Returns whether a storage did not answer, which says nothing about its files."""
-    return isinstance(error, OSError) and error.errno in _STORAGE_FAILURES
+    """Returns whether a storage did not answer: its files may be valid, and a second read may succeed.
+
+    File systems have many codes for that (EIO, ESTALE, ESHUTDOWN, ECONNABORTED, EKEYEXPIRED, …), so
+    these are all codes that say nothing about the path, the call, or a full disk.
+    """
+    if not isinstance(error, OSError) or error.errno is None:
+        return False
+    return error.errno not in (_ABOUT_PATHS | FULL_DISK | _ABOUT_CALLS)
 
 
 def import_function(name: str, flag: str) -> Any:

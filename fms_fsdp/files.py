@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fms_fsdp.errors import StorageError, UserError, is_storage_failure, note_once
+from fms_fsdp.errors import StorageError, UserError, is_absent, note_once
 
 # A file system answers with one of these codes if it lacks the operation. EINVAL is among them:
 # fsync of a folder has it on CIFS and gocryptfs.
@@ -123,10 +123,18 @@ def map_or_read(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; {} if the file is missing or contains no JSON object."""
+    """Returns the object in a JSON file; {} if the file is missing or contains no JSON object.
+
+    Raises:
+        OSError: the file cannot be read, which does not mean that it is missing.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except OSError as error:
+        if is_absent(error):
+            return {}
+        raise
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -192,16 +200,26 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     would start from scratch instead of resuming.
 
     Raises:
-        OSError: the storage does not answer.
+        OSError: the storage does not answer, or the path may not be searched.
     """
+    return stat.S_ISDIR(_mode(path))
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a file or folder is there; see `is_folder`."""
+    return _mode(path) != 0
+
+
+def _mode(path: str | os.PathLike[str]) -> int:
+    """Returns the mode of a file or folder; 0 if there is none."""
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return os.stat(path).st_mode
     except ValueError:  # a null character
-        return False
+        return 0
     except OSError as error:
-        if is_storage_failure(error):
-            raise
-        return False
+        if is_absent(error):
+            return 0
+        raise
 
 
 def safe_name(name: object, named_in: str, *, folders: bool = False) -> str:
@@ -291,14 +309,30 @@ def _locked_folder(partial: Path, path: Path) -> Iterator[None]:
     """
     descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        is_locked = True
         with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"--output ({path}) is being written by another export; wait for it, or choose "
-                    "another folder"
-                ) from None
+            is_locked = try_lock(descriptor)
+        if not is_locked:
+            raise UserError(
+                f"--output ({path}) is being written by another export; wait for it, or choose "
+                "another folder"
+            )
         yield
     finally:
         os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Locks an open file or folder; returns False if another process holds the lock.
+
+    Raises:
+        OSError: the file system has no locks, or fails.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # CIFS says EACCES, not EAGAIN: to go on without the lock would mean two writers.
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

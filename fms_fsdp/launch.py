@@ -173,14 +173,21 @@ def find_host(variables: Mapping[str, str]) -> str:
     nodes = variables.get("SLURM_STEP_NODELIST", "")
     if nodes:
         command = ["scontrol", "show", "hostnames", nodes]
-        return subprocess.check_output(command, env=dict(variables), encoding="utf-8").split()[0]
+        with suppress(OSError, subprocess.CalledProcessError):  # a container has no scontrol
+            names = subprocess.check_output(command, env=dict(variables), encoding="utf-8")
+            return names.split()[0]
     host = variables.get("MASTER_ADDR", "")
-    if not host:
+    if host:
+        return host
+    if nodes:
         raise UserError(
-            f"NNODES={shown(variables.get('NNODES', ''))} requires MASTER_ADDR, the name of the first "
-            "node; set NODE_RANK and MASTER_ADDR"
+            f"SLURM_STEP_NODELIST={shown(nodes)} requires the program scontrol, which does not run "
+            "here; set MASTER_ADDR to the name of the first node"
         )
-    return host
+    raise UserError(
+        f"NNODES={shown(variables.get('NNODES', ''))} requires MASTER_ADDR, the name of the first "
+        "node; set NODE_RANK and MASTER_ADDR"
+    )
 
 
 def read_number(
@@ -311,7 +318,9 @@ class Child:
         return process.returncode
 
     def outcome(self) -> dict[str, Any]:
-        return read_json(self.outcome_file)
+        with suppress(OSError):  # the output of the training must be read on
+            return read_json(self.outcome_file)
+        return {}
 
     def reason(self) -> str:
         """Returns why the launch ended, and where to read more."""
@@ -388,8 +397,8 @@ class Child:
             return None
         try:
             return open(self.run_dir / "console.txt", "ab", buffering=0)
-        except OSError:  # the terminal still has the output
-            return None
+        except OSError:  # the terminal still has the output, which is not kept for a later try
+            return open(os.devnull, "ab", buffering=0)
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -173,8 +173,8 @@ def train(
         observers.checkpoints.finish(state)
         observers.guard.finish()
         if observers.exporter is not None:
-            observers.exporter.finish()
-            observers.checkpoints.delete_spared()
+            observers.exporter.finish(observers.watchdog.alive, observers.stop.is_asked)
+            observers.checkpoints.delete_spared(state)
 
 
 def raise_read_error(

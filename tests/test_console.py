@@ -7,8 +7,10 @@ import logging
 import os
 import re
 import select
+import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -110,6 +112,22 @@ def test_a_terminal_that_is_gone_ends_no_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LAUNCH_TERMINAL", "/dev/null")
     Console(pipe).show("step 3/9")  # no terminal
     assert pipe.getvalue() == "a line\n"
+
+
+def test_interrupted_live_line_blocks_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C left the lock of the log with the main thread."""
+    console = Console(io.StringIO())
+
+    def interrupted(text: str) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(console, "_rewrite", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        console.show("step 1/9")
+    other = threading.Thread(target=console.acquire, daemon=True)
+    other.start()
+    other.join(10)
+    assert not other.is_alive()
 
 
 def test_time_is_before_a_message_once() -> None:

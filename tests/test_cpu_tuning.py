@@ -16,6 +16,7 @@ import pytest
 from fms_fsdp.cpu_tuning import (
     keep_freed_memory,
     let_gpu_memory_grow,
+    process_age_s,
     raise_open_file_limit,
     set_thread_waiting,
 )
@@ -157,3 +158,15 @@ def test_soft_limit_of_open_files_is_raised(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: applied.append(pair))
     assert raise_open_file_limit() == raised
     assert applied[-1] == (raised, limits[1])
+
+
+def test_age_of_process_ignores_uptime_of_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lxcfs virtualises /proc/uptime alone: the age was negative."""
+    age_s = process_age_s()
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, **how: "0.5 0.5" if path.name == "uptime" else read_text(path, **how),
+    )
+    assert age_s <= process_age_s() < age_s + 60

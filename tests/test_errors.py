@@ -14,6 +14,7 @@ from fms_fsdp import __main__ as commands
 from fms_fsdp.data.shards import MissingShardError, ShardError
 from fms_fsdp.errors import (
     MissingInput,
+    ReadFailed,
     StorageError,
     UserError,
     checking_input,
@@ -29,7 +30,6 @@ BUGS = [
     OSError(errno.EBADF, "Bad file descriptor"),
     FileNotFoundError("no errno, no name"),
     FileNotFoundError(errno.ENOENT, "no name"),
-    ConnectionResetError(errno.ECONNRESET, "reset", "peer"),
     UnicodeDecodeError("utf-8", b"x", 0, 1, "invalid"),
     KeyError("x"),
 ]
@@ -51,6 +51,13 @@ def test_bug_passes_checking_input(bug: Exception) -> None:
     with pytest.raises(type(bug)) as raised, checking_input():
         raise bug
     assert raised.value is bug and not isinstance(bug, UserError)
+
+
+@pytest.mark.parametrize("name", ["EIO", "ESHUTDOWN", "ECONNABORTED", "ECOMM", "EKEYEXPIRED"])
+def test_unknown_error_code_is_the_storage(name: str) -> None:
+    code = getattr(errno, name)
+    with pytest.raises(ReadFailed), checking_input():
+        raise OSError(code, os.strerror(code), "a")
 
 
 @pytest.mark.parametrize("error", FOR_THE_USER, ids=repr)

@@ -1,6 +1,7 @@
 """Names read from files lead nowhere but below their folder."""
 
 import errno
+import fcntl
 import json
 import math
 import mmap
@@ -10,7 +11,17 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fms_fsdp.files import finite_json, map_or_read, open_regular, safe_name, write_atomically
+from fms_fsdp.errors import UserError
+from fms_fsdp.files import (
+    exists,
+    finite_json,
+    map_or_read,
+    open_regular,
+    read_json,
+    safe_name,
+    write_atomically,
+    write_folder,
+)
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "..a", "a..b", ".metadata", "é €", "a b"])
@@ -83,3 +94,31 @@ def test_finite_json_replaces_nested_nan() -> None:
     content = {"loss": math.nan, "tasks": {"a": [math.inf, 1.5, None, "nan"]}}
     text = json.dumps(finite_json(content), allow_nan=False)
     assert json.loads(text) == {"loss": None, "tasks": {"a": [None, 1.5, None, "nan"]}}
+
+
+def test_unreadable_record_is_not_a_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exports/due.json counted as empty, so the exports were never made."""
+    assert read_json(tmp_path / "a") == {} and not exists(tmp_path / "a" / "b")
+
+    def failing(path: object, *args: Any, **settings: Any) -> NoReturn:
+        raise OSError(errno.ESHUTDOWN, "Cannot send", str(path))
+
+    monkeypatch.setattr("io.open", failing)
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(OSError, match="Cannot send"):
+        read_json(tmp_path / "a")
+    with pytest.raises(OSError, match="Cannot send"):
+        exists(tmp_path)
+
+
+def test_held_lock_of_cifs_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFS says EACCES: a second export emptied the folder of the first."""
+
+    def held(descriptor: int, operation: int) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fcntl, "flock", held)
+    with pytest.raises(UserError, match="another export"), write_folder(tmp_path / "out"):
+        pass

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.launch import build_command, exit_status, read_nodes
+from fms_fsdp.launch import Child, build_command, exit_status, read_nodes
 from tests.cases import cases
 from tests.cli import ROOT
 from tests.scripts.conftest import wait_for
@@ -110,6 +110,7 @@ SLURM = "SLURM_JOB_ID=123456 SLURM_STEP_NUM_NODES=2 SLURM_PROCID=0 MASTER_ADDR=n
     {NODES} LOCAL_ADDR=me | 0 | --rdzv_conf=is_host=0,read_timeout=600 --local-addr=me -m
     {NODES} RDZV_CONF=a=1 | 0 | --rdzv_conf=is_host=0,read_timeout=600,a=1 -m
     {SLURM} | 8 | --nnodes=2 --rdzv_id=123456 --rdzv_backend=c10d --rdzv_endpoint=node3:15456
+    {SLURM} SLURM_STEP_NODELIST=node[3-4] PATH=/nowhere | 8 | --rdzv_endpoint=node3:15456
     {SLURM} NNODES=9 | 8 | --rdzv_conf=is_host=1,read_timeout=600
     NNODES=2:4 MASTER_ADDR=first | 0 | --max_restarts=100
     NNODES=2:4 MASTER_ADDR=first | 0 | --rdzv_conf=is_host=0
@@ -140,6 +141,7 @@ def test_one_process_needs_no_torchrun(variables: dict[str, str], num_gpus: int)
     NNODES=2 | NNODES=2 requires NODE_RANK
     NNODES=2 NODE_RANK=0 | requires MASTER_ADDR
     NNODES=2 NODE_RANK=2 MASTER_ADDR=a | NODE_RANK=2 must be a whole number from 0 to 1
+    NNODES=2 NODE_RANK=0 SLURM_STEP_NODELIST=a PATH=/nowhere | requires the program scontrol
     MASTER_PORT=65536 | MASTER_PORT=65536 must be a whole number from 1 to 65535
     SLURM_JOB_ID=-1 | SLURM_JOB_ID=-1 must be a whole number
 """)
@@ -194,6 +196,16 @@ def test_output_goes_to_terminal_and_console(
     assert console == "before the run directory\ncoloured\n"
     assert "\x1b[1;36mcoloured" in output and words in output
     assert output.count("\n") == (3 if words else 2)
+
+
+def test_output_is_not_kept_without_a_console_file(tmp_path: Path) -> None:
+    """It was searched again with each piece: 10 MB took seconds, in which the training waited."""
+    (tmp_path / "console.txt").mkdir()
+    outcome = tmp_path / "outcome.json"
+    outcome.write_text('{"claimed": true}')
+    console = Child([], {}, tmp_path, outcome)._open_console()
+    assert console is not None
+    console.close()
 
 
 def stopped(folder: Path, plan: str, *numbers: int, **variables: str) -> str:

@@ -6,6 +6,9 @@
     step_<N>.superseded-<k>      renamed because a launch resumed from an earlier step
     step_<N>.deleted             being deleted
 
+A file system that cannot rename a folder (overlayfs, one of a container's image) has instead the
+state in the file `quarantined` of step_<N>, which no longer counts as a checkpoint.
+
 `files.json`, written last, lists size and checksum of every other file. The evaluation of the last
 step is added later: it replaces train_state.json, then files.json. Three similar cases are
 distinguished: a corrupt file (missing, other size or content), a file that cannot be read
@@ -15,6 +18,7 @@ distinguished: a corrupt file (missing, other size or content), a file that cann
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -33,7 +37,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import is_folder, write_atomically
+from fms_fsdp.files import exists, is_folder, write_atomically
 from fms_fsdp.state import TrainMetadata, read_train_metadata
 
 T = TypeVar("T")
@@ -42,6 +46,7 @@ NEXT_FILES = "files.next.json"  # the listing with the next train_state.json, wh
 STATE = "train_state.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 INDEX = "shards.index"  # a table of the same content
+MARK = "quarantined"  # the state of a folder that could not be renamed
 _PAGE = 4096  # bytes that one 64-bit sum covers
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(r"step_[0-9]+\.(partial|damaged|superseded|deleted)(?:-\d+)?")
@@ -204,7 +209,7 @@ def open_file(path: Path) -> FileIO:
             raise UserError(f"{path.name} is not a regular file")
         return FileIO(path)
     except (FileNotFoundError, NotADirectoryError):
-        if not path.parent.exists():
+        if not exists(path.parent):
             raise CheckpointDeleted(path.parent) from None
         raise UserError(f"{path.name} is missing") from None
 
@@ -295,8 +300,12 @@ def checkpoint_steps(root: Path) -> list[int]:
     """Returns the steps of the folders that are named as complete checkpoints, ascending."""
     if not is_folder(root):
         return []
-    matches = [_STEP.fullmatch(path.name) for path in root.iterdir()]
-    return sorted(int(match[1]) for match in matches if match)
+    steps = []
+    for path in root.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match and not exists(path / MARK):
+            steps.append(int(match[1]))
+    return sorted(steps)
 
 
 def is_complete(folder: Path) -> bool:
@@ -367,6 +376,8 @@ def leftovers(root: Path) -> list[tuple[Path, str]]:
         match = _LEFTOVER.fullmatch(path.name)
         if match:
             found.append((path, match[1]))
+        elif _STEP.fullmatch(path.name) and exists(path / MARK):
+            found.append((path, (path / MARK).read_text(encoding="utf-8").strip()))
     return found
 
 
@@ -451,7 +462,7 @@ def read_checkpoint(find: Callable[[], Checkpoint], use: Callable[[Checkpoint], 
         except CheckpointDeleted as error:
             deleted = error
         except Exception:  # any error, if its cause is that the folder is gone
-            if checkpoint.folder.exists():
+            if exists(checkpoint.folder):
                 raise
             deleted = CheckpointDeleted(checkpoint.folder)
     assert deleted is not None
@@ -459,14 +470,28 @@ def read_checkpoint(find: Callable[[], Checkpoint], use: Callable[[Checkpoint], 
 
 
 def rename_aside(folder: Path, state: str) -> Path:
-    """Renames a step folder to `<name>.<state>-<k>`, the first free k, and returns it."""
+    """Renames a step folder to `<name>.<state>-<k>`, the first free k, and returns it.
+
+    A folder that cannot be renamed gets the state in a file, and is returned itself.
+    """
     name = f"{folder.name}.{state}"
     k = 1
-    while folder.with_name(f"{name}-{k}").exists():
+    while exists(folder.with_name(f"{name}-{k}")):
         k += 1
     target = folder.with_name(f"{name}-{k}")
-    os.rename(folder, target)
-    return target
+    return target if _rename_or_mark(folder, target, state) else folder
+
+
+def _rename_or_mark(folder: Path, target: Path, state: str) -> bool:
+    """Renames a folder; returns False if its file system cannot, and the folder is marked."""
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        write_atomically(folder / MARK, f"{state}\n", sync=True)
+        return False
+    return True
 
 
 def delete(folder: Path) -> None:
@@ -476,7 +501,9 @@ def delete(folder: Path) -> None:
     if folder != doomed:
         # An interrupted deletion may have left a folder of this name.
         shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(folder, doomed)
+        if not _rename_or_mark(folder, doomed, "deleted"):
+            doomed = folder
+            (folder / FILES).unlink(missing_ok=True)  # the mark may be the first file to go
     shutil.rmtree(doomed)
 
 

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,7 @@ from fms_fsdp.checkpoint.folders import (
     Checksum,
     CorruptCheckpoint,
     corrupt_files,
+    delete,
     format_files,
     open_file,
     rename_aside,
@@ -55,7 +57,7 @@ from fms_fsdp.checkpoint.plans import CachingPlanner, FinishedPlan, LayoutChange
 from fms_fsdp.config.values import counted, format_bytes, shown
 from fms_fsdp.distributed.runtime import gather_objects, log, min_over_ranks
 from fms_fsdp.errors import FULL_DISK, StorageError, UserError, read_failed
-from fms_fsdp.files import free_bytes, sync_folder, sync_to_disk
+from fms_fsdp.files import exists, free_bytes, sync_folder, sync_to_disk
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.state import TrainMetadata
@@ -226,19 +228,23 @@ def _raise(error: Exception | None) -> None:
 
 def _on_every_rank(work: Callable[[], object], folder: Path, is_alone: bool) -> None:
     """Calls `work`, and raises the error of the first rank that failed on every rank."""
+    cause: Exception | None = None
     failure: Exception | None = None
     try:
         work()
     except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        failure = error
+        cause = error
+        # Before the ranks share their errors: the caches of a file system differ between nodes.
+        failure = _explained(error, folder)
     for found in [failure] if is_alone else gather_objects(failure):
         if found is not None:
-            raise _explained(found, folder) from failure
+            raise found from cause
 
 
 def _explained(error: Exception, folder: Path) -> Exception:
-    if not folder.exists():
-        return CheckpointDeleted(folder)
+    with suppress(OSError):  # the first error is the reason
+        if not exists(folder):
+            return CheckpointDeleted(folder)
     if not isinstance(error, OSError) or isinstance(error, UserError):
         return error
     return read_failed(error.filename or folder, error.strerror or error)
@@ -334,8 +340,9 @@ class _Writer(FileSystemWriter):
         self._write(STATE, json.dumps(content, indent=1).encode())
         self._write(FILES, format_files(self.files).encode())
         sync_folder(folder)
-        if final.exists():
-            rename_aside(final, "damaged")
+        if exists(final) and rename_aside(final, "damaged") == final:
+            log.warning("deleted %s, which cannot be renamed", final)
+            delete(final)
         os.rename(folder, final)
         sync_folder(final.parent)
         self._on_commit()

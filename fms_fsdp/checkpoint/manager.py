@@ -7,9 +7,10 @@ failure:  collected at the next step; the training continues, the last good chec
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -127,7 +128,8 @@ class CheckpointManager:
             rows_seen=state.samples_seen,
             validation_loss=state.val_loss,
             metrics=dict(state.current.metrics),
-            data=state.stream.state_dict(),
+            # A user's stream may return a dictionary that it changes while the thread writes.
+            data=json.loads(json.dumps(state.stream.state_dict())),
             loss_scale=None if state.loss_scale is None else state.loss_scale.state_dict(),
             non_finite_steps=state.non_finite_steps,
             evaluation_pending=state.evaluation_pending,
@@ -180,13 +182,14 @@ class CheckpointManager:
         """Deletes old checkpoints at the end of a run, where no later step confirms the newest."""
         self._collect(wait=True)
         self.settle()
-        if self.policy.last and self.is_main and not state.non_finite_steps:
-            self._delete_old()
+        self.delete_spared(state)
 
-    def delete_spared(self) -> None:
+    def delete_spared(self, state: TrainState) -> None:
         """Deletes the checkpoints that `finish` has spared and that nothing needs any more."""
-        if self.policy.last and self.is_main:
+        if self.policy.last and self.is_main and not state.non_finite_steps:
+            self.alive(SAVE_TIMEOUT_S)
             self._delete_old()
+            self.alive(0.0)
 
     def close(self) -> None:
         """Completes the work in flight."""
@@ -276,26 +279,13 @@ class CheckpointManager:
 
         Newer folders that this launch did not write were skipped as corrupt: they do not count.
         """
-        found: dict[int, TrainMetadata] = {}
         try:
-            for step in folders.checkpoint_steps(self.root):
-                if step > self.start and step not in self._written:
-                    continue
-                metadata = self._complete.read(self.root / f"step_{step}")
-                if metadata is not None:
-                    found[step] = metadata
+            steps = folders.checkpoint_steps(self.root)
         except OSError as error:  # the next save tries again; a run must not end for it
             log.warning("old checkpoints were not deleted: %s", error)
             return
-        spared = self.spared_steps()
-        for step in self.policy.to_delete(found):
-            if step in spared:
-                continue
-            try:
-                folders.delete(self.root / f"step_{step}")
-                log.info("deleted %s", self.root / f"step_{step}")
-            except OSError as error:
-                log.warning("step_%d could not be deleted: %s", step, error)
+        own = [step for step in steps if step <= self.start or step in self._written]
+        delete_old(self.root, own, self.policy, self.spared_steps, self._complete)
 
     def _warn_if_unranked(self, metadata: TrainMetadata) -> None:
         is_expected = metadata.validation_loss is not None or not self.cfg.ranks_evaluations
@@ -304,6 +294,40 @@ class CheckpointManager:
                 text = "step %d has no --keep_best_metric=%s, so it is not ranked; it has: %s"
                 names = ", ".join(metadata.metrics)
                 log.warning(text, metadata.step, self.policy.metric, names)
+
+
+def delete_old(
+    root: Path,
+    steps: Iterable[int],
+    policy: KeepPolicy,
+    spared_steps: Callable[[], Collection[int]],
+    complete: folders.CompleteCheckpoints,
+) -> None:
+    """Deletes the checkpoints of a run, of these steps, that the policy does not keep."""
+    found: dict[int, TrainMetadata] = {}
+    for step in steps:
+        folder = root / f"step_{step}"
+        try:
+            metadata = complete.read(folder)
+        except folders.CheckpointDeleted:  # by hand, after it was listed
+            continue
+        except (
+            OSError,
+            UserError,
+        ) as error:  # the next save tries again; a run must not end for it
+            log.warning("old checkpoints were not deleted: %s: %s", folder, error)
+            return
+        if metadata is not None:
+            found[step] = metadata
+    spared = spared_steps()
+    for step in policy.to_delete(found):
+        if step in spared:
+            continue
+        try:
+            folders.delete(root / f"step_{step}")
+            log.info("deleted %s", root / f"step_{step}")
+        except OSError as error:
+            log.warning("step_%d could not be deleted: %s", step, error)
 
 
 def host_copies(tensors: Tensors, limit_bytes: int = 2**62) -> Tensors:

@@ -8,6 +8,7 @@ from pathlib import Path
 from fms_fsdp.checkpoint.folders import Checkpoint, checkpoint_root, find_checkpoint
 from fms_fsdp.data.tokenizer import folder_tokenizer
 from fms_fsdp.errors import UserError, env_rank
+from fms_fsdp.files import exists
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer
 
 
@@ -22,7 +23,7 @@ def require_checkpoint(path: str, step: int | None, name: str = "path") -> Check
     if found is None:
         which = "" if step is None else f" of step {step}"
         rule = f"{name} ({path}) must hold a complete checkpoint{which}"
-        if not folder.exists():
+        if not exists(folder):
             raise UserError(f"{rule}, but does not exist; name a run directory or a checkpoint")
         raise UserError(f"{rule}; see `python -m fms_fsdp ckpt list --path={shlex.quote(path)}`")
     return found

@@ -72,13 +72,13 @@ class Storage:
     """The files in `data_path`. Reads may come from several threads.
 
     The files are listed when `sizes` is first read, unless there is a `listing`. Unpickled in
-    another process, it opens the same files without listing them again.
+    another process, it opens the same files without listing them again, at `open` or the first read.
     """
 
     is_remote = False
 
     def __init__(self, data_path: str, listing: Listing | None = None) -> None:
-        """Opens the folder.
+        """Opens the folder, unless it is listed already.
 
         Raises:
             UserError: the folder does not exist.
@@ -89,11 +89,33 @@ class Storage:
         if "://" in data_path:
             scheme, host, folder = urlsplit(data_path)[:3]
             self.root = f"{scheme}://{host.rpartition('@')[2]}{folder}"
+        self._open = lru_cache(max_open_files())(self._open_file)
         if listing is not None:
             self.listing = listing
+        else:
+            self.open()
+
+    def open(self) -> None:
+        """Opens the folder, which another node may lack.
+
+        Raises:
+            UserError: the folder does not exist.
+            ReadFailed: a local storage does not answer.
+        """
+        self._opened  # noqa: B018
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
         with self._errors_named():
-            self._filesystem, self._folder = _retried(self._open_filesystem, self.root)
-        self._open = lru_cache(max_open_files())(self._open_file)
+            return _retried(self._open_filesystem, self.root)
+
+    @property
+    def _filesystem(self) -> Any:
+        return self._opened[0]
+
+    @property
+    def _folder(self) -> str:
+        return self._opened[1]
 
     @cached_property
     def listing(self) -> Listing:

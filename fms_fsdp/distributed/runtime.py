@@ -294,6 +294,26 @@ def run_long_on_rank0(function: Callable[[], T]) -> T:
     return run_on_rank0(result.result)
 
 
+def on_every_rank(function: Callable[[], object]) -> None:
+    """Calls `function` on every rank; if one raises, every rank raises its error (collective).
+
+    Raises:
+        UserError, RunFailed: of the first rank that has one, with its number.
+    """
+    failure: Exception | None = None
+    try:
+        function()
+    except (UserError, RunFailed, OSError) as error:
+        if not dist.is_initialized():
+            raise
+        failure = error
+    own = None if failure is None else _for_other_ranks(failure)
+    for rank, found in enumerate(gather_objects(own)):
+        if found is not None:
+            kind = UserError if isinstance(found, UserError) else RunFailed
+            raise kind(f"rank {rank}: {found}" if rank > 0 else str(found)) from failure
+
+
 def _set_result(result: Future[T], function: Callable[[], T]) -> None:
     try:
         result.set_result(function())
@@ -309,7 +329,7 @@ def _for_other_ranks(error: Exception) -> Exception:
         return error
     if isinstance(error, OSError) and is_storage_failure(error):
         return read_failed(error.filename or "a file", error.strerror)
-    return RunFailed(f"rank 0 failed: {type(error).__name__}: {error}")
+    return RunFailed(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
 
 def gather_objects(value: T) -> list[T]:
@@ -424,11 +444,20 @@ def versions() -> dict[str, str]:
 @cache
 def _git_state() -> dict[str, str]:
     """Returns the commit and a hash of the difference from it; {} outside of a repository."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    silent = subprocess.DEVNULL
     try:
-        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], stderr=silent, timeout=10)
-        diff = subprocess.check_output([*git, "diff", "HEAD"], stderr=silent, timeout=10)
+        commit = _ask_git("rev-parse", "HEAD")
+        diff = _ask_git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"commit": commit.decode()[:12] + (f"+{zlib.crc32(diff):08x}" if diff else "")}
+
+
+def _ask_git(*command: str) -> bytes:
+    # GIT_DIR and others would name another repository, for example in a hook of git.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.check_output(
+        ["git", "-C", str(Path(__file__).parent), *command],
+        stderr=subprocess.DEVNULL,
+        timeout=10,
+        env=variables,
+    )

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from fms_fsdp.checkpoint.folders import describe_health, read_metadata
-from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import read_json, write_json
 from fms_fsdp.state import TrainState
 
+_TAIL_BYTES = 1 << 16  # of the output, whose last line is logged
 _ROOT = str(Path(__file__).parents[2])  # the folder of the package
 
 
@@ -23,18 +27,19 @@ class Exporter:
     `fms_fsdp export` does it in a separate process of low priority, one at a time; a failure is
     logged.
 
-    A launch that ends before its run does not wait: it drops a running export without a trace. The
-    due steps are in exports/due.json, so the next launch makes their exports.
+    A launch that is stopped does not wait: it drops a running export without a trace. The due steps
+    are in exports/due.json, so the next launch makes their exports, also of a finished run.
     """
 
     def __init__(
-        self, interval: int, checkpoints: Path, folder: Path, mesh: Mesh, start_step: int
+        self, interval: int, checkpoints: Path, folder: Path, start_step: int, *, is_main: bool
     ) -> None:
         self._interval = interval
         self._checkpoints = checkpoints
         self._folder = folder
-        self._is_on = mesh.is_main
-        self._running: tuple[int, subprocess.Popen[str]] | None = None
+        self._is_on = is_main
+        self._running: tuple[int, subprocess.Popen[bytes]] | None = None
+        self._output: IO[bytes] | None = None  # a file: a full pipe would stop the export
         self._record = folder / "due.json"
         # Replaced, never changed: the thread that deletes checkpoints reads it.
         self._due = self._recorded(start_step) if self._is_on else ()
@@ -51,12 +56,18 @@ class Exporter:
         if self._due:
             self._export_next()
 
-    def finish(self) -> None:
-        """Completes the due exports at the end of the run."""
-        while self._running or self._export_next():
+    def finish(self, alive: Callable[[], object], is_stopped: Callable[[], bool]) -> None:
+        """Completes the due exports at the end of the run, unless the launch is asked to stop.
+
+        `alive` tells the watchdog that this rank does not hang.
+        """
+        while self._export_next():
             assert self._running is not None
-            self._running[1].wait()
-            self._export_next()
+            alive()
+            if is_stopped():
+                return
+            with suppress(subprocess.TimeoutExpired):
+                self._running[1].wait(timeout=1.0)
         for step in self._due:
             log.warning("step %d was not exported: it has no checkpoint", step)
         if self._due:
@@ -66,7 +77,8 @@ class Exporter:
         """Drops an export that is under way."""
         if self._running is not None:
             self._running[1].kill()
-            self._running[1].communicate()
+            self._running[1].wait()
+            self._read_last_line()
         if self._due:
             steps = ", ".join(map(str, self._due))
             log.info("not exported yet, the next launch does it: step %s", steps)
@@ -102,9 +114,8 @@ class Exporter:
         if self._running is not None and self._running[1].poll() is not None:
             step, process = self._running
             self._running = None
-            output, _ = process.communicate()
+            last_line = self._read_last_line()
             if process.returncode:
-                last_line = output.strip().rpartition("\n")[2]
                 log.warning("step %d was not exported: %s", step, last_line)
             else:
                 log.info("exported %s", self._folder / f"step_{step}")
@@ -114,12 +125,28 @@ class Exporter:
         if self._running is None and ready:
             step = ready[0]
             problem = self._problem(step)
+            if not problem:
+                try:
+                    self._running = step, self._begin(step)
+                except OSError as error:  # such as a limit of processes, or no memory
+                    if self._output is not None:
+                        self._output.close()
+                    problem = f"the export cannot start: {error.strerror}"
             if problem:
                 log.warning("step %d was not exported: %s", step, problem)
                 self._drop(step)
                 return self._export_next()
-            self._running = step, self._begin(step)
         return self._running is not None
+
+    def _read_last_line(self) -> str:
+        """Returns the last line of an export that has ended, and removes its output."""
+        assert self._output is not None
+        with self._output as output:
+            size = output.seek(0, os.SEEK_END)
+            output.seek(max(0, size - _TAIL_BYTES))
+            # The names that the export prints may not be UTF-8.
+            text = output.read().decode(errors="replace")
+        return text.strip().rpartition("\n")[2]
 
     def _problem(self, step: int) -> str:
         """Returns why the checkpoint of a step cannot be exported; "" if it can."""
@@ -131,19 +158,18 @@ class Exporter:
             return f"it {describe_health(metadata)}"
         return ""
 
-    def _begin(self, step: int) -> subprocess.Popen[str]:
+    def _begin(self, step: int) -> subprocess.Popen[bytes]:
         output = self._folder / f"step_{step}"
         paths = os.pathsep.join([_ROOT, *filter(None, sys.path)])
         settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         command = [sys.executable, "-m", "fms_fsdp", "export", f"--path={self._checkpoints}"]
         command += [f"--step={step}", f"--output={output}"]
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - read when the export has ended
         process = subprocess.Popen(
             command,
-            stdout=subprocess.PIPE,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",  # the names that it prints may not be UTF-8
             env=os.environ | settings,
             start_new_session=True,
         )

@@ -13,6 +13,7 @@ from fms_fsdp.data.batch import Batch, fingerprint
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.distributed.dtensor import local_shard, num_copies
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.state import StepResult
 
 
@@ -131,13 +132,23 @@ def global_fingerprint(batch: Batch, mesh: Mesh) -> str:
 def describe_data(stream: Stream, mesh: Mesh, step: int) -> str:
     """Returns the fingerprint and first documents of a step's global batch, as a sentence.
 
-    Collective: every rank. Reads the batch again.
+    Collective: every rank. Reads the batch again; if any rank cannot, the sentence says so.
     """
-    batch = stream.batch_at(step)
+    batch: Batch | None = None
+    documents: Sequence[str] = ()
+    failure = ""
+    try:
+        batch = stream.batch_at(step)
+        if batch is not None:
+            documents = stream.documents(step)
+    except (UserError, RunFailed, OSError) as error:
+        failure = " ".join(str(error).split())
+    for rank, found in enumerate(mesh.gather(failure)):
+        if found:
+            return f"The data cannot be read again (rank {rank}: {found})."
     if batch is None:
         return "The data come from a custom stream."
     text = f"Data fingerprint {global_fingerprint(batch, mesh)}"
-    documents = stream.documents(step)
     if not documents:
         return f"{text}; synthetic."
     return f"{text}; documents: {', '.join(documents)}, …"

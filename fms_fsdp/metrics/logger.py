@@ -47,6 +47,7 @@ from fms_fsdp.state import RunConfig, StepResult, TrainState
 _PACE_REPORTS = 20  # number of reports whose mean pace gives the time left
 MAX_SOURCES = 64  # with more, two fields of each source would be most of metrics.jsonl
 SOURCES_INTERVAL = 10  # reports from one with the fields of so many sources to the next
+MAX_ETA_S = 100 * 365.25 * 86400  # beyond, a date says nothing, and after year 9999 there is none
 _BLOCK_BYTES = 1 << 16
 
 
@@ -100,7 +101,7 @@ class MetricLogger:
             first = state.optimizers.optimizers[0]
             first.register_step_pre_hook(lambda *_: self._count_zero_gradients())
         self._paces: deque[float] = deque(maxlen=_PACE_REPORTS)  # seconds per sequence
-        self._last_report = 0, 0, time.time()  # steps and tokens of this launch, time
+        self._last_report = 0, 0, time.monotonic()  # steps and tokens of this launch, time
         self._last_step = state.step
         self._num_reports = 0
         self._reports_sources = True  # whether the last report has the fields of the sources
@@ -191,7 +192,7 @@ class MetricLogger:
         """Returns the values of a report: the reduced ones, speed, time left, memory, data."""
         run = self._run
         energy_j = values.pop("energy_j")
-        now = time.time()
+        now = time.monotonic()  # the clock may be set back
         steps = state.steps_in_launch
         tokens = state.seen_in_launch[1]
         last_steps, last_tokens, last_time = self._last_report
@@ -218,8 +219,10 @@ class MetricLogger:
             **memory_stats(self._device),
             **(diagnostics(self._device) if self._cfg.diagnostics else {}),
             "eta_s": eta_s,
-            "finish_at": datetime.fromtimestamp(now + eta_s).strftime("%Y-%m-%d %H:%M"),
         }
+        if eta_s < MAX_ETA_S:
+            end = datetime.fromtimestamp(time.time() + eta_s)
+            record["finish_at"] = end.strftime("%Y-%m-%d %H:%M")
         if energy_j:
             self._energy_j += energy_j
             record["power_w"] = energy_j / max(1e-9, now - last_time)

@@ -17,7 +17,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fms_fsdp.config import ProfilerConfig
-from fms_fsdp.distributed.runtime import log
+from fms_fsdp.distributed.runtime import log, rank_log
 
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "_c10d_functional")
 _CPU_COMPUTE = ("aten::", "Torch-Compiled Region", "CompiledFunction")
@@ -85,22 +85,29 @@ class StepProfiler:
             dump_memory(self._folder, self._rank)
 
     def _write(self, finished: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}.{time.time_ns()}.pt.trace.json"
-        finished.export_chrome_trace(str(path))
+        summary = path.with_name(path.name.replace("pt.trace.json", "summary.txt"))
         table = finished.key_averages().table(self._sort_by, row_limit=20, max_name_column_width=70)
         events = finished.events()  # type: ignore[no-untyped-call]
-        summary = path.with_name(path.name.replace("pt.trace.json", "summary.txt"))
-        summary.write_text(f"{summarize(events)}\n\n{table}", encoding="utf-8")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(path))
+            summary.write_text(f"{summarize(events)}\n\n{table}", encoding="utf-8")
+        except OSError as error:  # a training does not end for its profile
+            rank_log.warning("the profiler cannot write %s: %s", path, error.strerror)
+            return
         log.info("profiler trace %s, summary %s", path, summary.name)
 
 
 def dump_memory(folder: Path, rank: int) -> None:
     """Writes the allocator's state for https://docs.pytorch.org/memory_viz; nothing on a CPU."""
     if torch.cuda.is_available():
-        folder.mkdir(parents=True, exist_ok=True)
         path = str(folder / f"memory_rank{rank}.pickle")
-        torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+        except OSError as error:
+            rank_log.warning("cannot write %s: %s", path, error.strerror)
 
 
 def summarize(events: Iterable[FunctionEvent]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import queue
 import textwrap
 import threading
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.config.formats import parse_named_interval
 from fms_fsdp.distributed.runtime import log
+from fms_fsdp.files import write_atomically
 from fms_fsdp.state import TrainState
 
 THREAD_PREFIX = "tracker "
@@ -85,6 +87,8 @@ class TensorBoardTracker:
         _hide_tracebacks_of_writers()
         root = Path(cfg.log.tensorboard_dir or Path(cfg.output_dir, "tensorboard"))
         is_first = not any(root.glob("events.out.tfevents.*"))
+        if cfg.log.tensorboard_dir:
+            _warn_of_other_run(root, cfg.output_dir)
         self._writers = {}
         for counter, folder, prefix in (
             ("step", "", ""),
@@ -119,6 +123,20 @@ class TensorBoardTracker:
             writer.close()
 
 
+def _warn_of_other_run(root: Path, output_dir: str) -> None:
+    """Logs that a folder has the points of another run, which TensorBoard drops for those of this one."""
+    owner_file = root / "run_directory.txt"
+    own = os.path.abspath(output_dir)
+    owner = owner_file.read_text(encoding="utf-8").strip() if owner_file.exists() else ""
+    if owner != own and os.path.isdir(owner):  # else the run directory was moved
+        log.warning(
+            "--tensorboard_dir=%s has the points of another run (%s), which TensorBoard does not show "
+            "after the start of this one; choose a folder per run",
+            *(root, owner),
+        )
+    write_atomically(owner_file, own)
+
+
 def _hide_tracebacks_of_writers() -> None:
     """Keeps SummaryWriter's thread from printing an error that its caller gets as well."""
     default = threading.excepthook
@@ -137,17 +155,18 @@ class WandbTracker:
         import wandb
 
         id_file = Path(cfg.output_dir, "wandb.id")
+        run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else ""
         self._run: Any = wandb.init(
             project=cfg.log.tracker_project,
             entity=cfg.log.tracker_entity or None,
             name=cfg.run_name,
-            id=id_file.read_text(encoding="utf-8") if id_file.exists() else None,
+            id=run_id or None,
             resume="allow",
             dir=cfg.output_dir,
             config=as_dict(cfg),
             settings=wandb.Settings(console="off", quiet=True),
         )
-        id_file.write_text(self._run.id, encoding="utf-8")
+        write_atomically(id_file, self._run.id)
         # wandb's own counter rejects steps that a resumed run makes again
         self._run.define_metric("*", step_metric="step")
 

@@ -20,6 +20,9 @@ def agent_pid() -> int:
     A shell or a container may inherit torchrun's variables. The agent starts each worker as the
     leader of a new session, and gives only the worker the variable; the worker may be a script that
     starts this process.
+
+    Raises:
+        OSError: it cannot be found out now, such as with too many open files.
     """
     run_id = os.environ.get(RUN_ID)
     if run_id is None:
@@ -38,7 +41,7 @@ def agent_pid() -> int:
         return 0
     except PermissionError:  # an agent of another user: nothing else is known of it
         return agent
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
 
 
@@ -58,20 +61,23 @@ def _run_id(pid: int) -> str | None:
     return None
 
 
-def await_rank0() -> None:
+def await_rank0() -> bool:
     """Waits until rank 0 has printed, at most 5 s: the launcher kills all ranks when one ends.
 
-    Rank 0 of another machine cannot be heard, so ranks of other machines wait 5 s.
+    Returns whether it has. Rank 0 of another machine cannot be heard, so ranks of other machines
+    wait 5 s.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
             own.bind(_address(int(os.environ["RANK"])))
             own.settimeout(_PRINTED_S)
             own.recv(1)
+            return True
     except TimeoutError:
-        return
+        pass
     except OSError:  # e.g. no abstract sockets on this system
         time.sleep(_PRINTED_S)
+    return False
 
 
 def release_ranks() -> None:

@@ -165,9 +165,7 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
         "ckpt_save_path": cfg.ckpt_save_path,
     }
     for flag, folder in folders.items():
-        nearest = Path(folder).absolute()
-        while not os.path.lexists(nearest):
-            nearest = nearest.parent
+        nearest = _nearest_existing(folder)
         if not nearest.is_dir():
             raise UserError(
                 f"--{flag}={folder} cannot be created: {nearest} is not a folder; choose another"
@@ -179,16 +177,24 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
             raise UserError(
                 f"--{flag}={folder} must be writable; change its permissions, or choose another"
             )
-    free = free_bytes(nearest)
+    free = free_bytes(_nearest_existing(cfg.ckpt_save_path))
     if free is not None and checkpoint_bytes > free:
         raise UserError(
-            f"--ckpt_save_path={folder} requires {_size(checkpoint_bytes)} for one checkpoint, and "
-            f"{_size(free)} is free; free disk space, or choose another folder"
+            f"--ckpt_save_path={cfg.ckpt_save_path} requires {_size(checkpoint_bytes)} for one "
+            f"checkpoint, and {_size(free)} is free; free disk space, or choose another folder"
         )
     for name in RUN_FILES:
         path = Path(cfg.output_dir, name)
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a regular file; rename or remove it")
+
+
+def _nearest_existing(folder: str) -> Path:
+    """Returns the folder, or the first of its parents that exists."""
+    nearest = Path(folder).absolute()
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    return nearest
 
 
 def _takes_files(folder: Path) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from fms_fsdp.checkpoint.folders import newest_healthy_step
 from fms_fsdp.distributed.runtime import HostCopy, log, rank_log
 from fms_fsdp.errors import RunFailed
+from fms_fsdp.run.status import end_process
 
 if TYPE_CHECKING:
     from fms_fsdp.optim.loss_scale import LossScale
@@ -155,14 +156,19 @@ class Watchdog:
             before = now
             silent_s = now - self._alive_at
             if silent_s > self._timeout_s:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._path, "a", encoding="utf-8") as file:
-                    faulthandler.dump_traceback(file)
-                reason = (
-                    f"no step for {silent_s:.0f} s (--collective_timeout_s={self._timeout_s:g}); "
-                    f"stacks of all threads: {self._path}"
-                )
-                rank_log.error(reason)
-                self._on_hang(reason)
-                time.sleep(3 * pause_s)  # torchrun kills the other ranks: let them write first
-                os._exit(1)
+                end_process(1, partial(self._report, silent_s, pause_s))
+
+    def _report(self, silent_s: float, pause_s: float) -> None:
+        stacks = f"stacks of all threads: {self._path}"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "a", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            stacks = f"its stacks cannot be written: {error.strerror}"
+        reason = (
+            f"no step for {silent_s:.0f} s (--collective_timeout_s={self._timeout_s:g}); {stacks}"
+        )
+        self._on_hang(reason)  # before the log, whose lock may be held by the thread that hangs
+        rank_log.error(reason)
+        time.sleep(3 * pause_s)  # torchrun kills the other ranks: let them write first

@@ -10,7 +10,7 @@ import torch
 
 from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.distributed.runtime import World, min_over_ranks, versions
+from fms_fsdp.distributed.runtime import World, min_over_ranks, run_on_rank0, versions
 from fms_fsdp.errors import is_installed
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.precision import cpu_has_bf16
@@ -56,7 +56,7 @@ class Machine:
 
     @staticmethod
     def here(world: World, device: torch.device) -> Machine:
-        """Returns the machine of this process, without its memory."""
+        """Returns the machine of this process, without its memory and versions."""
         missing = [name for name in TRACKER_PACKAGES if not is_installed(name)]
         machine = Machine(
             world,
@@ -64,7 +64,6 @@ class Machine:
             has_bf16=cpu_has_bf16(),
             missing_for_compilation=missing_for_compilation(device.type),
             missing_packages=tuple(missing),
-            versions=versions(),
             working_dir=working_folder(),
         )
         if device.type != "cuda":
@@ -98,13 +97,15 @@ class Machine:
         return Machine(world, memory={"cuda": memory_bytes, "cpu": 2**62})
 
     def measured(self, device: torch.device) -> Machine:
-        """Returns the machine with its memory (collective: every rank).
+        """Returns the machine with its memory and versions (collective: every rank).
 
-        It is the minimum over ranks, so that all ranks choose the same settings.
+        The memory is the minimum over ranks, so that all ranks choose the same settings. The
+        versions are those of rank 0, which alone asks git.
         """
         devices = {each.type: each for each in (device, torch.device("cpu"))}
         own = [available_memory(each, self.world.local_size) for each in devices.values()]
-        return replace(self, memory=dict(zip(devices, min_over_ranks(own), strict=True)))
+        memory = dict(zip(devices, min_over_ranks(own), strict=True))
+        return replace(self, memory=memory, versions=run_on_rank0(versions))
 
     def compiles(self, section: ParallelConfig) -> bool:
         """Returns whether blocks are compiled."""

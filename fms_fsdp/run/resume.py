@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
 from fms_fsdp.errors import UserError, read_failed
+from fms_fsdp.files import exists
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.state import RunConfig, TrainMetadata
@@ -107,18 +109,24 @@ def _verify(folder: Path, world: World) -> list[str]:
     """
     wrong = list[str]()
     failure: UserError | OSError | None = None
+    is_deleted = False
     try:
         wrong = corrupt_files(folder, world.rank, world.size)
     except (UserError, OSError) as error:
         failure = error
-    found = gather_objects((wrong, failure))
-    for reason in (reason for _, reason in found if reason is not None):
-        if not folder.exists():
-            raise CheckpointDeleted(folder)
+        with suppress(OSError):  # the first error is the reason
+            is_deleted = not exists(folder)
+    # What the ranks have seen decides, not a second look: their caches of a file system may differ.
+    found = gather_objects((wrong, failure, is_deleted))
+    if any(has_seen for _, _, has_seen in found):
+        raise CheckpointDeleted(folder)
+    for _, reason, _ in found:
+        if reason is None:
+            continue
         if isinstance(reason, UserError):
             raise reason
         raise read_failed(reason.filename or folder, reason.strerror or reason)
-    return [each for names, _ in found for each in names]
+    return [each for names, _, _ in found for each in names]
 
 
 def _choose_for_data(

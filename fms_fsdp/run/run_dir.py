@@ -7,7 +7,6 @@ checkpoints/ · STOP (created by whoever wants the run to stop) · .lock
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.errors import UserError, is_storage_failure
-from fms_fsdp.files import UNSUPPORTED, read_json, write_atomically
+from fms_fsdp.files import UNSUPPORTED, exists, is_folder, read_json, try_lock, write_atomically
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig
@@ -46,12 +45,12 @@ class RunDir:
             UserError: another process holds a lock, or a folder cannot be created.
         """
         if not create:
-            self._is_new = not self.checkpoints.exists()
+            self._is_new = not exists(self.checkpoints)
         for folder in (self.folder, self.checkpoints):
             try:
                 if create:
                     folder.mkdir(parents=True, exist_ok=True)
-                if folder.exists():
+                if exists(folder):
                     real = folder.resolve()
                     if real not in self._locks:
                         self._locks[real] = lock_folder(real)
@@ -76,7 +75,7 @@ class RunDir:
         self.rename_own(corrupt, "damaged")
         now = time.time()
         began = time.time() - process_age_s()
-        if self.stop_file.exists() and not began <= self.stop_file.stat().st_mtime <= now + 1:
+        if exists(self.stop_file) and not began <= self.stop_file.stat().st_mtime <= now + 1:
             self.stop_file.unlink(missing_ok=True)  # for an earlier launch, or from the future
         names = [re.fullmatch(r"config\.(\d+)\.json", path.name) for path in self.folder.iterdir()]
         attempt = max((int(match[1]) for match in names if match), default=0) + 1
@@ -84,13 +83,19 @@ class RunDir:
 
     def rename_own(self, folders: Iterable[Path], state: str) -> None:
         """Renames the checkpoints of this run among `folders` to `<name>.<state>-<k>`."""
-        from fms_fsdp.checkpoint.folders import rename_aside
-        from fms_fsdp.distributed.runtime import log
-
         for folder in folders:
             is_own = folder.resolve().parent == self.checkpoints.resolve()
-            if is_own and folder.is_dir():
-                log.warning("renamed checkpoint to %s", rename_aside(folder, state))
+            if is_own and is_folder(folder):
+                _rename(folder, state, "checkpoint")
+
+    def rename_exports(self, start_step: int) -> None:
+        """Renames the exports of steps after `start_step`, which are trained again."""
+        from fms_fsdp.checkpoint.folders import checkpoint_steps
+
+        exports = self.folder / "exports"
+        for step in checkpoint_steps(exports):
+            if step > start_step:
+                _rename(exports / f"step_{step}", "superseded", "export")
 
     def write_config(self, run: RunConfig, attempt: int) -> None:
         text = json.dumps(run.content, indent=1) + "\n"
@@ -100,6 +105,17 @@ class RunDir:
     def close(self) -> None:
         while self._locks:
             self._locks.popitem()[1].close()
+
+
+def _rename(folder: Path, state: str, kind: str) -> None:
+    from fms_fsdp.checkpoint.folders import rename_aside
+    from fms_fsdp.distributed.runtime import log
+
+    target = rename_aside(folder, state)
+    if target == folder:
+        log.warning("marked %s as %s: it cannot be renamed", folder, state)
+    else:
+        log.warning("renamed %s to %s", kind, target)
 
 
 def check_shared(folder: Path, world: World, timeout_s: float = 30.0) -> None:
@@ -154,11 +170,8 @@ def lock_folder(
 def _try_lock(file: TextIO, folder: Path) -> bool:
     """Locks an open file; returns False if another process holds the lock."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(file.fileno())
     except OSError as error:
-        # CIFS says EACCES, not EAGAIN: to go on without the lock would mean two writers.
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
         # Any other code, such as EIO, does not say that there are no locks.
         if error.errno not in {errno.ENOLCK, *UNSUPPORTED}:
             file.close()

@@ -11,9 +11,10 @@ import torch
 
 from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.data.corpus import Corpus, open_corpus
+from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import run_long_on_rank0, run_on_rank0
+from fms_fsdp.distributed.runtime import on_every_rank, run_long_on_rank0, run_on_rank0
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel
@@ -48,15 +49,27 @@ class Found:
 
 
 def find_corpus(cfg: TrainConfig) -> Corpus | None:
-    """Lists the corpus on rank 0 for all (collective); None for synthetic data or a user's stream."""
+    """Lists the corpus on rank 0 for all (collective); None for synthetic data or a user's stream.
+
+    Raises:
+        UserError: any rank cannot open the folder, or import the user's builder.
+    """
     if cfg.data.dataset_builder:
         from fms_fsdp.data.custom import load_builder
 
-        load_builder(cfg.data)
+        on_every_rank(partial(load_builder, cfg.data))
         return None
     if cfg.data.use_dummy_dataset:
         return None
-    return run_long_on_rank0(partial(open_corpus, cfg.data))
+    corpus = run_long_on_rank0(partial(open_corpus, cfg.data))
+    on_every_rank(partial(_open_folder, corpus))
+    return corpus
+
+
+def _open_folder(corpus: Corpus) -> None:
+    """Opens the folder of a corpus that rank 0 has listed, which this node may lack."""
+    if isinstance(corpus.storage, Storage):
+        corpus.storage.open()
 
 
 def find_inputs(
@@ -74,6 +87,9 @@ def find_inputs(
 
         scan = partial(scan_held_out, cfg.eval, cfg.data, corpus, vocab_size=model.vocab_size)
         held_out = run_long_on_rank0(scan)
+        for each in held_out:
+            if each.corpus is not None:
+                on_every_rank(partial(_open_folder, each.corpus))
     if cfg.eval.sample_interval:
         from fms_fsdp.samples import read_prompts
 

@@ -7,17 +7,17 @@ that LAUNCH_OUTCOME names, which is also written before there is a run directory
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fms_fsdp.errors import (
     RunFailed,
@@ -28,7 +28,7 @@ from fms_fsdp.errors import (
     is_storage_failure,
     read_failed,
 )
-from fms_fsdp.files import read_json, write_atomically
+from fms_fsdp.files import read_json, try_lock, write_atomically
 from fms_fsdp.run.agent import agent_pid, await_rank0, release_ranks
 
 RUNNING = "running"
@@ -36,6 +36,7 @@ FINISHED = "finished"
 RESUME_ME = "resume_me"
 BAD_INPUT = "bad_input"
 FAILED = "failed"
+REPORT_S = 10.0  # how long the end of a process may wait for its report
 EXIT_STATUS = {FINISHED: 0, FAILED: 1, BAD_INPUT: 2, RESUME_ME: 75}
 
 
@@ -49,6 +50,7 @@ class RunStatus:
         self.has_agent = agent_pid() != 0
         self.is_training = False  # until then, a file that cannot be used is bad input
         self.current_step: Callable[[], int] = lambda: 0
+        self.is_asked_to_end = False  # by a signal that came after the outcome: another rank ended
         self.outcome = ""
         self.reason = ""
         self._worlds: list[list[int]] = []  # [step, ranks] wherever the number of ranks changes
@@ -138,19 +140,19 @@ class RunStatus:
 
     def _report_bad_input(self, error: UserError) -> None:
         self.outcome = BAD_INPUT
-        self._is_on_all_ranks = not error.on_one_rank
+        on_one_rank = error.on_one_rank
+        is_reported_here = self.rank == 0 or on_one_rank
+        if not is_reported_here and not await_rank0() and not self.is_asked_to_end:
+            # Rank 0 does not have the error, or is on another machine.
+            is_reported_here = self._is_first_to_print()
+            on_one_rank = env_int("LOCAL_RANK", 0) == self.rank
+        self._is_on_all_ranks = not on_one_rank
         is_repeated = self._is_repeated(self.reason)
-        self._record_end(BAD_INPUT, on_one_rank=error.on_one_rank, data_step=error.data_step)
-        is_reported_here = self.rank == 0 or error.on_one_rank
+        self._record_end(BAD_INPUT, on_one_rank=on_one_rank, data_step=error.data_step)
         if is_reported_here and not is_repeated:
             self.print(f"error: {self.reason}")
-        if error.on_one_rank:
-            return
-        # The agent ends all ranks when one has ended: let rank 0 print first.
-        if self.rank == 0:
-            release_ranks()
-        else:
-            await_rank0()
+        if self.rank == 0 and not on_one_rank:
+            release_ranks()  # the agent ends all ranks when one has ended: rank 0 prints first
 
     def fail(self, reason: str) -> None:
         """Records that the run has failed."""
@@ -162,16 +164,19 @@ class RunStatus:
         """Ends the process at once, from any thread; saves nothing."""
         self.outcome = outcome
         self.reason = reason
-        self._record_end(outcome, on_one_rank=True)
-        if self.rank == 0:
-            self.print(reason)
-        os._exit(self.exit_status)
+
+        def report() -> None:
+            self._record_end(outcome, on_one_rank=True)
+            if self.rank == 0:
+                self.print(reason)
+
+        end_process(self.exit_status, report)
 
     def peer_failed(self) -> bool:
         """Returns whether a rank has recorded an error of this launch."""
         if self.folder is None:
             return False
-        content = read_json(self.folder / "status.json")
+        content = _read_record(self.folder / "status.json")
         return content.get("status") in (FAILED, BAD_INPUT)
 
     def __enter__(self) -> RunStatus:
@@ -221,6 +226,19 @@ class RunStatus:
             return before.read_text(encoding="utf-8") == reason
         return False
 
+    def _is_first_to_print(self) -> bool:
+        """Returns whether no other rank of this torchrun has printed the error of this attempt."""
+        note = self._note(f"attempt_{self.restart}.printed")
+        if note is None:
+            return True
+        try:
+            note.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            pass
+        return True
+
     def _note(self, name: str) -> Path | None:
         """Returns a file that all attempts of this node's torchrun see; None without torchrun."""
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -236,14 +254,14 @@ class RunStatus:
         if self.folder is not None and (on_one_rank or self.rank == 0):
             path = self.folder / "status.json"
             with self._exclusive():
-                before = read_json(path)
+                before = _read_record(path)
                 if before.get("status") == RUNNING:
                     self._worlds = self._worlds or before.get("worlds", [])
                     more = {}
                     if data_step:
                         more["data_step"] = data_step
                     self._write(path, status, **more)
-        self._write_outcome(status)
+        self._write_outcome(status, on_one_rank=on_one_rank)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -257,18 +275,18 @@ class RunStatus:
         with ExitStack() as stack:
             with suppress(OSError):
                 log = stack.enter_context(open(self.folder / "log.txt", "ab"))
-                while not _lock_if_free(log.fileno()) and time.monotonic() < deadline:
+                while not try_lock(log.fileno()) and time.monotonic() < deadline:
                     time.sleep(0.01)
             yield
 
-    def _write_outcome(self, status: str) -> None:
+    def _write_outcome(self, status: str, *, on_one_rank: bool = False) -> None:
         path = Path(os.environ.get("LAUNCH_OUTCOME", ""))
         if not path.name:  # no launcher reads it
             return
-        # A failure may be known to one rank alone; the other ends are written once per machine.
-        if status != FAILED and env_int("LOCAL_RANK", 0) != 0:
+        # An end that all ranks know is written once per machine.
+        if not on_one_rank and env_int("LOCAL_RANK", 0) != 0:
             return
-        before = read_json(path)
+        before = _read_record(path)
         has_ended = "attempt" in before and before.get("status") != RUNNING
         if status == RUNNING or not has_ended:
             self._write(path, status, attempt=self.restart, claimed=self.folder is not None)
@@ -289,10 +307,19 @@ class RunStatus:
                 file.truncate()
 
 
-def _lock_if_free(descriptor: int) -> bool:
-    """Locks an open file; returns False if another process holds the lock."""
+def end_process(status: int, report: Callable[[], object]) -> NoReturn:
+    """Ends the process after `report()`, which may fail, or wait for a storage, a pipe or a lock."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # CIFS says EACCES, not EAGAIN
-        return False
-    return True
+        thread = threading.Thread(target=report, name="last report", daemon=True)
+        thread.start()
+        thread.join(REPORT_S)
+    finally:
+        os._exit(status)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Returns a record of the launch; {} also if its storage fails, which ends no training."""
+    try:
+        return read_json(path)
+    except OSError:
+        return {}

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -90,13 +91,15 @@ class StopSignals:
                 for number in os.read(self._pipe, 64):
                     if number in _STOPS:
                         self._ask(signal.Signals(number).name)
-            if self._agent and agent_pid() != self._agent:
-                self._agent = 0
-                self._ask("the end of torchrun's agent")
+            with suppress(OSError):  # asked again in a second
+                if self._agent and agent_pid() != self._agent:
+                    self._agent = 0
+                    self._ask("the end of torchrun's agent")
 
     def _ask(self, name: str) -> None:
         self.name = self.name or name
         if self._status.outcome:  # this rank ends already; status.json may have its own failure
+            self._status.is_asked_to_end = True
             return
         if self._status.peer_failed():
             os._exit(1)  # a save would wait for the peer
@@ -164,7 +167,15 @@ class StopControl:
         self._step_began = time.monotonic()
         return self._requests(state, self.margin_s())
 
+    def is_asked(self) -> bool:
+        """Returns whether this rank is asked to stop, after the last step (not collective)."""
+        return any(self._own_requests(self.margin_s()))
+
     def _requests(self, state: TrainState, margin_s: float) -> tuple[int, int, int, int]:
+        has_record_error = int(bool(state.current.record_error))
+        return (*self._own_requests(margin_s), has_record_error)
+
+    def _own_requests(self, margin_s: float) -> tuple[int, int, int]:
         by_file = False
         by_clock = False
         if self.is_main:
@@ -173,12 +184,7 @@ class StopControl:
                 self._file_checked = now
                 by_file = os.path.exists(self.stop_file)  # Path.exists raises if a storage fails
             by_clock = any(left < margin_s for left, _ in self._clocks())
-        return (
-            int(bool(self.signals.name)),
-            int(by_file),
-            int(by_clock),
-            int(bool(state.current.record_error)),
-        )
+        return int(bool(self.signals.name)), int(by_file), int(by_clock)
 
     def update(self, state: TrainState, requests: HostCopy) -> None:
         """Decides after a step; `requests`: the sums over all ranks.

@@ -93,7 +93,7 @@ def load_run(folder: Path) -> Record:
             restarts.append(report["step"] - 1)
         seconds = 0.0  # between two launches
         if not is_restart:
-            seconds = report["time"] - before["time"]
+            seconds = max(0.0, report["time"] - before["time"])  # the clock may be set back
         hours.append(hours[-1] + seconds / 3600)
     for report in reports:
         if report.get("skipped_steps"):

@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 import stat
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from fms_fsdp.checkpoint.folders import (
     leftovers,
     problem,
     read_files,
+    read_metadata,
 )
 from fms_fsdp.checkpoint.io import SaveFailed, collect_tensors, load_checkpoint, write_checkpoint
 from fms_fsdp.checkpoint.manager import CheckpointManager
@@ -162,6 +164,21 @@ def test_training_continues_during_background_save(tmp_path: Path) -> None:
     assert all(map(torch.equal, before, values(again, other)))
     load_checkpoint(tmp_path / "step_2", again, other, is_alone=True)
     assert all(not parameter.any() for parameter in again.parameters())
+
+
+def test_background_save_keeps_data_state_of_its_step(tmp_path: Path) -> None:
+    model, optimizer = made(0)
+    manager, state = manager_of(tmp_path, model, optimizer, in_background=True)
+    batches_read = [1]
+    state.stream.state_dict = lambda: {"read": batches_read}
+    state.step = 1
+    has_trained = threading.Event()
+    manager._pool.submit(has_trained.wait)
+    manager.save(state, wait=False)
+    batches_read.append(2)
+    has_trained.set()
+    manager.close()
+    assert read_metadata(tmp_path / "step_1").data == {"read": [1]}
 
 
 def test_background_save_never_waits_for_gpu(
@@ -303,7 +320,7 @@ def test_checkpoint_with_due_export_is_kept(tmp_path: Path) -> None:
     manager.finish(state)
     assert checkpoint_steps(tmp_path) == [1, 3]
     due.clear()
-    manager.delete_spared()
+    manager.delete_spared(state)
     assert checkpoint_steps(tmp_path) == [3]
     manager.close()
 

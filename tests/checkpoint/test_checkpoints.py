@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -83,6 +85,43 @@ def left_of(root: Path, last: int) -> list[int]:
     manager._delete_old()
     manager.close()
     return complete_steps(root)
+
+
+def test_folder_that_vanishes_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CheckpointDeleted went into the loop of rank 0, if a folder was removed by hand."""
+    saved(tmp_path, 10, 20, 25)
+    is_complete = folders.is_complete
+
+    def complete_then_removed(folder: Path) -> bool:
+        found = is_complete(folder)
+        if folder.name == "step_10":
+            shutil.rmtree(folder)
+        return found
+
+    monkeypatch.setattr(folders, "is_complete", complete_then_removed)
+    assert left_of(tmp_path, 1) == [25]
+
+
+def test_folders_that_cannot_be_renamed_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """overlayfs cannot rename a folder of a container's image: no launch got past it."""
+    saved(tmp_path, 10, 20, 30)
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if source.name.startswith("step_") and "partial" not in source.name:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    newest = tmp_path / "step_30"
+    assert folders.rename_aside(newest, "superseded") == newest
+    assert complete_steps(tmp_path) == [10, 20]
+    assert folders.leftovers(tmp_path) == [(newest, "superseded")]
+    saved(tmp_path, 30)  # trained again
+    folders.delete(tmp_path / "step_10")
+    assert complete_steps(tmp_path) == [20, 30] and not folders.leftovers(tmp_path)
 
 
 @pytest.mark.slow

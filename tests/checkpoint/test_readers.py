@@ -14,6 +14,9 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, CorruptCheckpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
+from fms_fsdp.distributed.runtime import World
+from fms_fsdp.errors import UserError
+from fms_fsdp.run import resume
 from tests.checkpoint.signing import flip_a_bit
 from tests.checkpoint.test_checkpointer import made, saved
 
@@ -65,6 +68,18 @@ def test_load_tells_deleted_and_corrupt_apart(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "step_1", model, optimizers, is_alone=True)
     with pytest.raises(CheckpointDeleted, match="--keep_steps=3"):
         load_checkpoint(tmp_path / "step_3", model, optimizers, is_alone=True)
+
+
+def test_ranks_agree_that_a_checkpoint_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank looked again, and caches differ: one chose another checkpoint, one ended."""
+    saved(tmp_path, 1)
+    folder = tmp_path / "step_1"
+    of_rank_1 = ([], UserError("files.json is missing"), True)
+    monkeypatch.setattr(resume, "gather_objects", lambda own: [own, of_rank_1])
+    with pytest.raises(CheckpointDeleted):
+        resume._verify(folder, World(0, 0, 2, 2))
 
 
 def test_errors_can_be_pickled_between_ranks() -> None:

@@ -25,7 +25,7 @@ from fms_fsdp.data import object_store, storage
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.object_store import PAGE, ObjectStore
 from fms_fsdp.data.storage import Storage, max_open_files, open_storage
-from fms_fsdp.errors import ReadFailed
+from fms_fsdp.errors import ReadFailed, StorageError
 from tests.cases import cases
 from tests.data.corpora import Files, write_corpus
 
@@ -415,19 +415,21 @@ def test_long_listing_reports_progress(
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESHUTDOWN, errno.EACCES])
 def test_failing_folder_is_not_a_missing_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was "is not a folder; make one with prepare"; for checkpoints, a run would start from scratch."""
 
     def failing(path: object, **settings: object) -> NoReturn:
-        raise OSError(errno.EIO, "Input/output error", str(path))
+        raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(os, "stat", failing)
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
-    with pytest.raises(ReadFailed, match="cannot be read: Input/output error"):
+    expected = StorageError if code == errno.EACCES else ReadFailed
+    with pytest.raises(expected, match=f"cannot be .*{os.strerror(code)}"):
         open_storage(str(tmp_path))
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(OSError, match=os.strerror(code)):
         checkpoint_steps(tmp_path)
 
 

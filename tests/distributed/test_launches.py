@@ -12,6 +12,7 @@ from fms_fsdp.checkpoint.folders import complete_steps
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.errors import read_failed
+from fms_fsdp.files import read_json
 from fms_fsdp.run.run_dir import lock_folder
 from tests.cli import ROOT, TINY, events, losses, metrics, run, status, trained, under_torchrun
 from tests.data.corpora import SEP, write_corpus, write_lists
@@ -219,3 +220,38 @@ def test_wrong_token_ends_every_attempt_once(tmp_path: Path) -> None:
     assert ended["status"] == "bad_input" and "has token 6000" in ended["reason"]
     assert ended["data_step"] > ended["step"]
     assert len(events(tmp_path / "run", "start")) == 1  # the further attempt made no step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--config=flags.toml", *TINY], "error: --config=flags.toml"),
+        (
+            ["--data_path=data", "--seq_length=64"],
+            "error: rank 1: --data_path=data is not a folder",
+        ),
+    ],
+)
+def test_error_of_rank_1_alone_is_printed_once(
+    tmp_path: Path, flags: list[str], error: str
+) -> None:
+    """Rank 1 left it to rank 0, which printed nothing, or that a connection was closed."""
+    write_corpus(tmp_path / "node0" / "data", {"web": [300]})
+    (tmp_path / "node0" / "flags.toml").touch()
+    (tmp_path / "node1").mkdir()
+    command = under_torchrun(2, str(ROOT / "tests/distributed/on_two_nodes.py"))
+    ended = subprocess.run(
+        [*command, str(tmp_path), *flags, f"--output_dir={tmp_path / 'run'}", "--num_steps=1"],
+        cwd=ROOT,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT), "LAUNCH_OUTCOME": str(tmp_path / "outcome")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    lines = ended.stderr.splitlines()
+    assert [line.startswith(error) for line in lines].count(True) == 1, ended.stderr
+    assert 'Traceback (most recent call last):\n  File "/' not in ended.stderr
+    outcome = read_json(tmp_path / "outcome")
+    assert outcome["status"] == "bad_input" and outcome["reason"] in ended.stderr
+    assert not (tmp_path / "run").exists()

@@ -20,6 +20,7 @@ from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import World, _store_of_attempt, check_open_file_limit
 from fms_fsdp.errors import UserError
 from fms_fsdp.run.checks import machine_notes
+from fms_fsdp.run.machine import Machine
 from tests.cli import TINY
 from tests.distributed.launch import run_ranks
 from tests.specs import machine
@@ -174,3 +175,24 @@ def test_rank_without_free_files_says_so(tmp_path: Path) -> None:
     ended = launch(flags, 2, before=reach_limit)
     line = "[rank 1] failed: this process may not open more files; raise the limit"
     assert line in ended.stderr, ended.stderr[-3000:]
+
+
+def test_commit_is_of_this_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GIT_DIR, as in a hook of git, had the commit of the other repository recorded."""
+    own = runtime._git_state.__wrapped__()
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    assert runtime._git_state.__wrapped__() == own
+
+
+def machine_and_git_calls(num_ranks: int) -> tuple[str, int]:
+    own = World(dist.get_rank(), dist.get_rank(), num_ranks, num_ranks)
+    device = torch.device("cpu")
+    measured = Machine.here(own, device).measured(device)
+    return measured.versions["torch"], runtime._git_state.cache_info().misses
+
+
+def test_rank_0_alone_asks_git() -> None:
+    assert run_ranks(machine_and_git_calls, 2, 2) == [
+        (torch.__version__, 1),
+        (torch.__version__, 0),
+    ]

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,6 +219,12 @@ def test_run_exports_its_checkpoints(tmp_path: Path) -> None:
     assert sorted(path.name for path in exports.iterdir()) == ["step_4", "step_5"]
     kept = [path.name for path in (folder / "checkpoints").glob("step_*")]
     assert kept == ["step_5"]  # spared until they were exported
+    # The job was killed during the last export.
+    shutil.rmtree(exports / "step_5")
+    (exports / "due.json").write_text('{"steps": [5]}')
+    output = trained(*argv)
+    assert f"exported {exports}/step_5" in output and "already finished at step 5" in output
+    assert sorted(path.name for path in exports.iterdir()) == ["step_4", "step_5"]
     # By hand in a locale without UTF-8, although the card has the name of the run directory. As an
     # argument such a locale cannot spell the name.
     command = [sys.executable, "-m", "fms_fsdp", "export", "--path=."]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,6 +85,12 @@ def test_rates_and_mfu_are_per_device(
     assert record["tflops_per_device"] == pytest.approx(1000 * record["mfu"])
     assert state.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
     assert state.samples_seen == 5 * 24
+    state.samples_at_end = 10**16
+    state.count(24, 24 * 4096)
+    clock = time.time()
+    monkeypatch.setattr(time, "time", lambda: clock - 3600)  # set back
+    record = metrics._measure(state, {"energy_j": 1.0}, TIMES)
+    assert "finish_at" not in record and record["power_w"] < 1e6
     metrics.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.autograd import DeviceType
 
-from fms_fsdp.metrics.profiling import summarize, union_length
+from fms_fsdp.config import ProfilerConfig
+from fms_fsdp.metrics.profiling import StepProfiler, summarize, union_length
 from tests.cli import TINY, trained
 
 
@@ -76,3 +79,18 @@ def test_launch_that_ends_early_leaves_a_trace(tmp_path: Path) -> None:
     argv = ("--profiler_active=9", "--num_steps=4", f"--output_dir={tmp_path}")
     trained(*TINY, *PROFILER, *argv)
     assert len(list((tmp_path / "profile_traces").glob("*.json"))) == 1
+
+
+def test_trace_that_cannot_be_written_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk ended the training."""
+    logging.getLogger("fms_fsdp").propagate = True
+    (tmp_path / "profile_traces").write_text("a file")
+    section = ProfilerConfig(
+        use_profiler=True, profiler_wait=0, profiler_warmup=1, profiler_active=1
+    )
+    profiler = StepProfiler(section, tmp_path, torch.device("cpu"), 0)
+    profiler.step()
+    profiler.step()
+    assert "the profiler cannot write" in caplog.text and "File exists" in caplog.text

@@ -171,6 +171,22 @@ def test_tensorboard_drops_points_after_resume_step(tmp_path: Path) -> None:
     assert points(events, "by_tokens/loss") == [(640, 9.0), (1280, 9.0), (1920, 2.0)]
 
 
+def test_tensorboard_folder_of_another_run_is_named(
+    tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    """All points of the first run disappeared without a line."""
+    for name in ("a", "a", "b"):
+        assert not logged.messages
+        (tmp_path / name).mkdir(exist_ok=True)
+        log = {"tensorboard_dir": str(tmp_path / "board"), "output_dir": str(tmp_path / name)}
+        trackers.TensorBoardTracker(
+            TrainConfig(log=LogConfig(trackers=("tensorboard",), **log)),
+            {"step": 0, "samples_seen": 0, "tokens_seen": 0},
+        ).close()
+    (message,) = logged.messages
+    assert f"board has the points of another run ({tmp_path / 'a'})" in message
+
+
 def test_full_disk_switches_tensorboard_off(
     tmp_path: Path, logged: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +205,22 @@ def test_full_disk_switches_tensorboard_off(
     (message,) = logged.messages
     assert "tensorboard is switched off: OSError" in message
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_empty_wandb_id_starts_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash left it empty, and "Run ID cannot be empty" switched wandb off in every later launch."""
+    ids: list[str | None] = []
+
+    def init(**settings: Any) -> Any:
+        ids.append(settings["id"])
+        return SimpleNamespace(id="a1", define_metric=lambda *_, **__: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=lambda **_: None))
+    (tmp_path / "wandb.id").touch()
+    config = TrainConfig(log=LogConfig(output_dir=str(tmp_path)))
+    for _ in range(2):
+        trackers.WandbTracker(config, {})
+    assert ids == [None, "a1"]
 
 
 def test_every_metric_has_its_group(tmp_path: Path) -> None:

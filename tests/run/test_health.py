@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.distributed.runtime import HostCopy
+from fms_fsdp.distributed.runtime import HostCopy, rank_log
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.metrics.interval import SpikeDetector
+from fms_fsdp.run import status
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from tests.states import bare_state
 
@@ -128,3 +129,24 @@ def test_suspended_process_is_not_declared_hung(tmp_path: Path) -> None:
     assert process.exitcode == 1
     assert said.read_text() == "ready\nslept\nhang\n"
     assert "in work_then_hang" in (tmp_path / "stacks" / "rank0.txt").read_text()
+
+
+def hang_without_report(folder: Path) -> None:
+    """Holds the lock of the log, and cannot write its stacks."""
+    status.REPORT_S = 1.0
+    handler = logging.StreamHandler()
+    rank_log.addHandler(handler)
+    handler.acquire()
+    (folder / "stacks").write_text("a file")
+    Watchdog(0.3, folder / "stacks" / "rank0.txt", (folder / "reason.txt").write_text)
+    time.sleep(60)
+
+
+def test_watchdog_that_cannot_report_ends_process(tmp_path: Path) -> None:
+    """Its thread ended, or waited for ever, on a full disk and on a pipe that nobody read."""
+    fork = multiprocessing.get_context("forkserver")
+    process = fork.Process(target=hang_without_report, args=(tmp_path,), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1
+    assert "its stacks cannot be written" in (tmp_path / "reason.txt").read_text()

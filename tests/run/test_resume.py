@@ -104,11 +104,14 @@ def test_resume_step_renames_later_checkpoints_once(copy: Path) -> None:
     with pytest.raises(UserError, match="use one of 2, 4, 6, 8"):
         choose_checkpoint(parse_flags(TrainConfig, argv(copy, "--resume_step=5")))
     flags = argv(copy, "--num_steps=8", "--resume_step=4")
+    for step in (4, 8):
+        (copy / "exports" / f"step_{step}").mkdir(parents=True)
     stopped = run(*flags, "--exit_interval=2")
     assert stopped.returncode == 75 and "resuming from step 4" in stopped.stdout
     assert "renaming 2 later checkpoints" in stopped.stdout
     assert complete_steps(copy / "checkpoints") == [2, 4, 6]
     assert len(leftovers(copy / "checkpoints")) == 2
+    assert sorted(os.listdir(copy / "exports")) == ["step_4", "step_8.superseded-1"]
     again = trained(*flags)
     assert "resuming from step 6" in again and "saved since --resume_step=4" in again
     assert complete_steps(copy / "checkpoints") == [2, 4, 6, 8]

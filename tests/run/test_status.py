@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -10,11 +11,12 @@ import sys
 import time
 from pathlib import Path
 from threading import Thread
+from typing import NoReturn
 
 import pytest
 
 from fms_fsdp.errors import RunFailed, UserError
-from fms_fsdp.run.agent import await_rank0
+from fms_fsdp.run.agent import agent_pid, await_rank0
 from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
 from tests.cli import ROOT
 
@@ -132,6 +134,21 @@ def test_stopped_launch_is_75_without_torchrun(
     with RunStatus() as launch:
         launch.outcome = RESUME_ME
     assert launch.exit_status == 75
+
+
+def test_busy_process_has_not_lost_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files counted as the end of torchrun, and the run stopped."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    code = errno.EMFILE
+
+    def failing(path: Path) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(OSError, match="Too many open files"):
+        agent_pid()
+    code = errno.ENOENT
+    assert agent_pid() == 0
 
 
 def test_other_ranks_wait_until_rank_0_has_printed(

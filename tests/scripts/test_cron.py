@@ -29,12 +29,12 @@ def executable(path: Path, text: str) -> Path:
 
 
 def cron(
-    folder: Path, *arguments: str, **environment: str
+    folder: Path, *arguments: str, sbatch: str = "echo 18", **environment: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """What the job gives, and the calls of SLURM that it makes."""
     calls = folder / "calls"
-    for name, more in {"sbatch": "echo 18", "scancel": "", "squeue": SQUEUE}.items():
-        note = "" if name == "squeue" else f'echo "{name} $*" >>{calls}'
+    for name, more in {"sbatch": sbatch, "scancel": "", "squeue": SQUEUE, "sleep": ""}.items():
+        note = "" if name in ("squeue", "sleep") else f'echo "{name} $*" >>{calls}'
         executable(folder / "bin" / name, f"{note}\n{more}\n")
     settings = {
         "PATH": f"{folder}/bin:{os.environ['PATH']}",
@@ -59,6 +59,17 @@ def test_job_submits_the_next_one(
     assert calls == [
         f"{AGAIN} --begin=now+30minutes scripts/cron.slurm 30 bash -c echo copied; false"
     ]
+
+
+@pytest.mark.parametrize(("num_failures", "status", "num_calls"), [(2, 0, 3), (9, 1, 5)])
+def test_failing_sbatch_is_tried_again(
+    tmp_path: Path, num_failures: int, status: int, num_calls: int
+) -> None:
+    """One "Socket timed out" ended the chain for ever, without the command."""
+    sbatch = f"[[ $(wc -l <{tmp_path}/calls) -gt {num_failures} ]] && echo 18"
+    ended, calls = cron(tmp_path, "30", "echo", "copied", sbatch=sbatch)
+    assert (ended.returncode, ended.stdout, len(calls)) == (status, "copied\n", num_calls)
+    assert ("cannot be submitted" in ended.stderr) == (status == 1)
 
 
 def test_chain_ends_when_the_run_is_finished(tmp_path: Path) -> None:

@@ -143,6 +143,17 @@ def test_job_ends_with_status_and_requests(
     assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
 
 
+def test_failing_requeue_is_tried_again(repo: Path, submit: Submit) -> None:
+    scontrol = repo / "fake/scontrol"
+    scontrol.write_text(
+        f'{scontrol.read_text()}\n[[ $(grep -c requeue "{repo}/asked.txt") == 2 ]]\n'
+    )
+    job = submit(PLAN="resume_me:75")
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 75 and "cannot be requeued" not in output, output
+    assert asked(repo) == ["scontrol requeue 7"] * 2
+
+
 def test_job_at_exit_step_is_not_requeued(repo: Path, submit: Submit) -> None:
     for _ in range(2):  # the second one makes no step
         job = submit(
@@ -193,7 +204,13 @@ def test_signal_makes_the_stop_file(
     number: signal.Signals,
     requests: list[str],
 ) -> None:
-    """USR1 and TERM both have the run save; only the warning of the time limit lets the job go on."""
+    """USR1 and TERM both have the run save; only the warning of the time limit lets the job go on.
+
+    The first touch fails, as with a stale file handle.
+    """
+    touch = repo / "fake/touch"
+    touch.write_text(f'#!/bin/bash\nmkdir "{repo}/touched" && exit 1\nexec /usr/bin/touch "$@"\n')
+    touch.chmod(0o755)
     job = submit(PLAN="stop_file")
     wait_for(repo / "waiting")
     job.send_signal(number)

@@ -61,6 +61,16 @@ def test_tokens_reach_the_last_report(tmp_path: Path) -> None:
     assert run["samples"].startswith("text ")
 
 
+def test_clock_set_back_loses_no_hours(tmp_path: Path) -> None:
+    times = [0, 3600, 1800, 5400]  # set back after the second report
+    run = load_run(
+        write(
+            tmp_path / "run", *(record(1, step, loss=1.0, time=t) for step, t in enumerate(times))
+        )
+    )
+    assert run["series"]["hours"] == ([0, 1, 2, 3], [0.0, 1.0, 1.0, 2.0])
+
+
 def test_thinning_keeps_extremes_and_ends() -> None:
     values: list[Any] = [float(i % 7) for i in range(50_000)]
     values[31_234], values[40_000] = 99.0, None
