@@ -40,6 +40,7 @@ from fms_fsdp.tokenizers.tokenizer import (
     Vocabulary,
     adds_space,
     load_tokenizer,
+    replaces_space,
 )
 
 # part of every plan: raise it when the same input gives other shards
@@ -231,7 +232,7 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
         raise UserError(
             "--tokenizer is missing; set byte, a model file or a folder, or --train_tokenizer"
         )
-    if _SPACE in tokenizer.decode(tokenizer.encode(["a b"])[0].tolist()):
+    if replaces_space(tokenizer):
         note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
     vocabulary = tokenizer.vocabulary
     plans = [_plan(config, source, vocabulary, sources) for source in sources]

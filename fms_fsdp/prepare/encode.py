@@ -150,7 +150,7 @@ class TextReader:
                 else:
                     kept.append(document)
             first += len(documents)
-            rows = self._encode(tokenizer, kept)
+            rows = self._encode(tokenizer, kept, unk_id)
             for document, tokens in zip(kept, rows, strict=True):
                 if len(tokens) < self.min_tokens:
                     yield Problem(f"shorter than {self.min_tokens} tokens")
@@ -163,7 +163,9 @@ class TextReader:
                         tokens = np.concatenate([tokens, eos])
                     yield Encoded(tokens, document, unk_tokens, eos_tokens)
 
-    def _encode(self, tokenizer: Tokenizer, documents: Sequence[Document]) -> Sequence[Tokens]:
+    def _encode(
+        self, tokenizer: Tokenizer, documents: Sequence[Document], unk_id: int | None
+    ) -> Sequence[Tokens]:
         """Returns the ids of each document.
 
         A prompt is encoded separately, as in generation, and its ids and the BOS token are masked.
@@ -174,7 +176,8 @@ class TextReader:
         after_prompt = [number for number, document in enumerate(documents) if document.prompt]
         has_prompts = bool(after_prompt)
         if has_prompts and adds_space(tokenizer):
-            continued = encode_continuations(tokenizer, [texts[number] for number in after_prompt])
+            after_texts = [texts[number] for number in after_prompt]
+            continued = encode_continuations(tokenizer, after_texts, unk_id)
             for number, row in zip(after_prompt, continued, strict=True):
                 responses[number] = row
         bos = [] if self.bos_id is None else [self.bos_id]

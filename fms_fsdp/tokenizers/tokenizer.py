@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,37 +181,54 @@ def piece_bytes(piece: str) -> int:
     return len(piece.replace("\u2581", " ").encode())
 
 
+def _try_encode(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
+    """Returns the ids of texts, [] if the tokenizer has no id for a part of them."""
+    try:
+        return [row.tolist() for row in tokenizer.encode(texts)]
+    except Exception:  # the package tokenizers raises it for a vocabulary without <unk>
+        return []
+
+
 def counts_bytes(tokenizer: Tokenizer) -> bool:
     """Returns whether `token_bytes` gives the length of a text, also with a space before it.
 
     Tokenizers that drop spaces (WordPiece) or mark the ends of words have other pieces than text.
     """
-    (ids,) = tokenizer.encode([_PLAIN_TEXT])
-    num_bytes = int(tokenizer.token_bytes()[ids].sum())
+    rows = _try_encode(tokenizer, _PLAIN_TEXT)
+    if not rows:
+        return False
+    num_bytes = int(tokenizer.token_bytes()[rows[0]].sum())
     return 0 <= num_bytes - len(_PLAIN_TEXT) <= 1
+
+
+def replaces_space(tokenizer: Tokenizer) -> bool:
+    """Returns whether a sentencepiece model without a piece for the space turns it into U+2581."""
+    rows = _try_encode(tokenizer, "a b")
+    return bool(rows) and "\u2581" in tokenizer.decode(rows[0])
 
 
 def adds_space(tokenizer: Tokenizer) -> bool:
     """Returns whether the tokenizer puts a space before each text, as Llama 2's does."""
-    first, second = tokenizer.encode(["a", "b"])
-    return tokenizer.decode([*first.tolist(), *second.tolist()]) == "a b"
+    joined = list(itertools.chain(*_try_encode(tokenizer, "a", "b")))
+    return tokenizer.decode(joined) == "a b"
 
 
-def encode_continuations(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+def encode_continuations(
+    tokenizer: Tokenizer, texts: Sequence[str], unk_id: int | None
+) -> list[Tokens]:
     """Returns the ids of texts that follow another text, so without a space that the tokenizer puts
     before a text: each is encoded after a character whose own ids are cut off."""
     rows = tokenizer.encode(texts)
     waiting = set(range(len(texts)))
     for before in _CHARACTERS_BEFORE:
-        (head,) = tokenizer.encode([before])
-        if len(head) == 0 or tokenizer.unk_id() in head:
+        head = list(itertools.chain(*_try_encode(tokenizer, before)))
+        if not head or unk_id in head:
             continue
         numbers = sorted(waiting)
         longer = tokenizer.encode([before + texts[number] for number in numbers])
         for number, row in zip(numbers, longer, strict=True):
-            if np.array_equal(
-                row[: len(head)], head
-            ):  # the character is not part of a longer token
+            # Otherwise the character is part of a longer token.
+            if np.array_equal(row[: len(head)], head):
                 rows[number] = row[len(head) :]
                 waiting.discard(number)
         if not waiting:

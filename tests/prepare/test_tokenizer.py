@@ -24,6 +24,7 @@ from fms_fsdp.tokenizers.tokenizer import (
     ByteTokenizer,
     SentencePieceTokenizer,
     Vocabulary,
+    counts_bytes,
     load_tokenizer,
 )
 
@@ -212,6 +213,17 @@ def test_files_next_to_a_model_may_be_anything(tmp_path: Path, model: bytes) -> 
     (tmp_path / "tokenizer_config.json").write_text("[1, 2]")  # of the tokenizer, and malformed
     assert main(["prepare", *flags, "--overwrite=True", "--min_tokens=2"]) == 2
     assert (tmp_path / "out/meta/prepare/s/plan.json").read_bytes() == plan
+
+
+def test_vocabulary_without_unknown_token_is_usable(tmp_path: Path) -> None:
+    """The package tokenizers raises an error for any other text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"x": 0, "</s>": 1})
+    tokenizers.Tokenizer(model).save(str(tmp_path / "words.json"))
+    (tmp_path / "x.jsonl").write_text('{"q": "x", "text": "x"}')
+    flags = (f"--tokenizer={tmp_path}/words.json", f"--output={tmp_path}/out", "--prompt_key=q")
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags]) == 0
+    assert not counts_bytes(load_tokenizer(f"{tmp_path}/words.json"))
 
 
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
