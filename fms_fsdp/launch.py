@@ -339,7 +339,7 @@ class Child:
         elif status == STOPPED:
             say(f"stopped early, the same command resumes the run: {reason}")
         else:
-            say(f"failed: {reason}")
+            say(f"failed: {reason or 'no process gave a reason; see the output above'}")
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         """Waits for the end of the command, and asks it once to stop after a signal.

@@ -38,7 +38,13 @@ from fms_fsdp.models.init import init_weights
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
-from fms_fsdp.tools.evaluate import EvaluateConfig, _shape_of_evaluation, _Subject, choice_scores
+from fms_fsdp.tools.evaluate import (
+    EvaluateConfig,
+    _shape_of_evaluation,
+    _Subject,
+    choice_scores,
+    score_questions,
+)
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
 from tests.run.test_launch import wait_for
@@ -468,6 +474,15 @@ def test_test_data_is_evaluated_once_at_the_end(corpus: Path, tmp_path: Path) ->
     assert found == {
         name.replace("eval/", "test/"): told[name] for name in told if name.startswith("eval/")
     }
+
+
+@pytest.mark.parametrize("answer", ["-1", "true", "2", "null"])
+def test_answer_must_be_the_index_of_a_choice(whole: Path, tmp_path: Path, answer: str) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text(f'{{"prompt": "a", "choices": [" b", " c"], "answer": {answer}}}\n')
+    config = EvaluateConfig(path=str(whole), questions=str(path))
+    with pytest.raises(UserError, match="the index of the answer"):
+        score_questions(config)
 
 
 def test_questions_need_finite_logits() -> None:

@@ -208,6 +208,15 @@ def test_output_is_not_kept_without_a_console_file(tmp_path: Path) -> None:
     console.close()
 
 
+def test_failure_without_a_reason_points_to_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the rendezvous of torchrun fails, before any process of the training."""
+    child = Child([], {}, tmp_path, tmp_path / "outcome.json")
+    child.explain(1, child.reason())
+    assert capsys.readouterr().err.endswith("no process gave a reason; see the output above\n")
+
+
 def stopped(folder: Path, plan: str, *numbers: int, **variables: str) -> str:
     """Returns the output of a training that the whole group of the launcher asked to stop."""
     process = launch(folder, plan, **variables)

@@ -384,7 +384,9 @@ def score_questions(config: EvaluateConfig) -> tuple[Values, str]:
             prompt = question["prompt"]
             choices = question["choices"]
             lengths = [len(choice.removeprefix(" ")) for choice in choices]
-            correct = range(len(choices))[question["answer"]]
+            correct = question["answer"]
+            if type(correct) is not int or not 0 <= correct < len(choices):  # bool is an int
+                raise ValueError
             if min(lengths) == 0 or len(choices) < 2 or not isinstance(prompt, str):
                 raise ValueError
         except (ValueError, LookupError, TypeError, AttributeError):
