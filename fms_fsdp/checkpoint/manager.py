@@ -311,10 +311,8 @@ def delete_old(
             metadata = complete.read(folder)
         except folders.CheckpointDeleted:  # by hand, after it was listed
             continue
-        except (
-            OSError,
-            UserError,
-        ) as error:  # the next save tries again; a run must not end for it
+        except (OSError, UserError) as error:
+            # The next save tries again; a run must not end for it.
             log.warning("old checkpoints were not deleted: %s: %s", folder, error)
             return
         if metadata is not None:
