@@ -112,7 +112,7 @@ def raise_open_file_limit() -> int:
 
 
 def process_age_s() -> float:
-    """Returns the seconds since this process was started; since its import if the kernel does not tell.
+    """Returns the seconds since this process was started, or since its import if that is unknown.
 
     Not by /proc/uptime, which may be the container's (lxcfs), while the start is the machine's.
     """

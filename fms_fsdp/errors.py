@@ -114,7 +114,7 @@ def is_absent(error: OSError) -> bool:
 
 
 def is_storage_failure(error: BaseException) -> bool:
-    """Returns whether a storage did not answer: its files may be valid, and a second read may succeed.
+    """Returns whether a storage did not answer: its files may be valid, and a later read succeed.
 
     File systems have many codes for that (EIO, ESTALE, ESHUTDOWN, ECONNABORTED, EKEYEXPIRED, …), so
     these are all codes that say nothing about the path, the call, or a full disk.

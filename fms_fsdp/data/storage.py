@@ -72,7 +72,7 @@ class Storage:
     """The files in `data_path`. Reads may come from several threads.
 
     The files are listed when `sizes` is first read, unless there is a `listing`. Unpickled in
-    another process, it opens the same files without listing them again, at `open` or the first read.
+    another process, it opens the same files at `open` or the first read, without listing them.
     """
 
     is_remote = False

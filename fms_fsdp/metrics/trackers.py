@@ -124,14 +124,14 @@ class TensorBoardTracker:
 
 
 def _warn_of_other_run(root: Path, output_dir: str) -> None:
-    """Logs that a folder has the points of another run, which TensorBoard drops for those of this one."""
+    """Logs that a folder has the points of another run, which those of this run replace."""
     owner_file = root / "run_directory.txt"
     own = os.path.abspath(output_dir)
     owner = owner_file.read_text(encoding="utf-8").strip() if owner_file.exists() else ""
     if owner != own and os.path.isdir(owner):  # else the run directory was moved
         log.warning(
-            "--tensorboard_dir=%s has the points of another run (%s), which TensorBoard does not show "
-            "after the start of this one; choose a folder per run",
+            "--tensorboard_dir=%s has the points of another run (%s), which TensorBoard does not "
+            "show after the start of this one; choose a folder per run",
             *(root, owner),
         )
     write_atomically(owner_file, own)

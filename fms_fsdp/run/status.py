@@ -308,7 +308,7 @@ class RunStatus:
 
 
 def end_process(status: int, report: Callable[[], object]) -> NoReturn:
-    """Ends the process after `report()`, which may fail, or wait for a storage, a pipe or a lock."""
+    """Ends the process after `report()`, which may fail, or wait for a storage or a lock."""
     try:
         thread = threading.Thread(target=report, name="last report", daemon=True)
         thread.start()

@@ -1,4 +1,4 @@
-"""main_training.py in a folder per rank, as on nodes that share no files: on_two_nodes.py FOLDER FLAGS."""
+"""main_training.py in a folder per rank, as on two nodes: on_two_nodes.py FOLDER FLAGS."""
 
 import os
 import runpy

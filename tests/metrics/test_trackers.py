@@ -208,7 +208,7 @@ def test_full_disk_switches_tensorboard_off(
 
 
 def test_empty_wandb_id_starts_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash left it empty, and "Run ID cannot be empty" switched wandb off in every later launch."""
+    """After a crash, "Run ID cannot be empty" switched wandb off in every later launch."""
     ids: list[str | None] = []
 
     def init(**settings: Any) -> Any:
