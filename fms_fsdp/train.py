@@ -3,10 +3,11 @@
 The loss of a step is the sum over all unmasked labels of the global batch, divided by their number.
 The number is known before the first backward pass, so the gradient of every micro-batch has its
 final weight, however labels are spread over ranks and micro-batches. FSDP averages gradients over
-ranks; a factor undoes that. A step whose gradient is not finite changes nothing. While
-a step runs, the host reads at most flags of the step before. It waits for the device on steps that
-are reported, and in every step with SGD, Adagrad, Adadelta, Adamax, RMSprop, Rprop or a user's own
-optimizer, for which it reads whether the gradient is finite (optim/optimizers.py).
+ranks; a factor undoes that. A step whose gradient is not finite changes nothing.
+
+While a step runs, the host reads at most flags of the step before. It waits for the device on steps
+that are reported, and in every step with SGD, Adagrad, Adadelta, Adamax, RMSprop, Rprop or a user's
+own optimizer, for which it reads whether the gradient is finite (optim/optimizers.py).
 """
 
 from __future__ import annotations

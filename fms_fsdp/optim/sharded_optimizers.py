@@ -74,7 +74,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def _correct_step_count(self) -> None:
-        """Subtracts the last step from the count if it was skipped; its flag is ready, so nothing waits."""
+        """Subtracts the last step from the count if it was skipped.
+
+        Its flag is ready, so nothing waits.
+        """
         last = self._last_found_inf
         self._last_found_inf = None
         if last is not None and last.read():
