@@ -205,6 +205,11 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     return stat.S_ISDIR(_mode(path))
 
 
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a regular file is there; see `is_folder`."""
+    return stat.S_ISREG(_mode(path))
+
+
 def exists(path: str | os.PathLike[str]) -> bool:
     """Returns whether a file or folder is there; see `is_folder`."""
     return _mode(path) != 0

@@ -20,12 +20,17 @@ def _sums_in_16_bits(x: torch.Tensor) -> bool:
 
 
 def layer_norm(
-    x: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
     """Computes F.layer_norm; the gradients of weight and bias are sums in fp32."""
     if not _sums_in_16_bits(x):
         return F.layer_norm(x, shape, weight, bias, eps)
-    return F.layer_norm(x, shape, eps=eps) * weight + bias
+    y = F.layer_norm(x, shape, eps=eps) * weight
+    return y if bias is None else y + bias
 
 
 class LayerNorm(nn.LayerNorm):

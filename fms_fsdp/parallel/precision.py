@@ -133,7 +133,7 @@ class _RMSNorm(nn.RMSNorm):
 class _LayerNorm(LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(input.dtype)
-        bias = self.bias.to(input.dtype)
+        bias = None if self.bias is None else self.bias.to(input.dtype)
         return layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from fms_fsdp.config import flag
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import map_or_read
+from fms_fsdp.files import is_file, map_or_read
 from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.encode import Encoded, ShardsConfig, ShardSettings, make_shards
 from fms_fsdp.prepare.files import InputFile, Slice, find_files, parse_input, unique_files
@@ -169,13 +169,13 @@ def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> Prepared
     files = list[InputFile]()
     slices = list[Slice]()
     for path in paths:
-        is_file = os.path.isfile(os.path.expanduser(path))
-        files += find_files(path, () if is_file else PATTERNS, output=config.folder)
+        include = () if is_file(os.path.expanduser(path)) else PATTERNS
+        files += find_files(path, include, output=config.folder)
     read = list[InputFile]()  # the shards depend on the partners, too
     for index, file in enumerate(unique_files(files)):
         read += [file, *_partner(file)]
         ids = _ids_path(file.path)
-        num_bytes = os.path.getsize(ids) if os.path.isfile(ids) else 0
+        num_bytes = os.path.getsize(ids) if is_file(ids) else 0
         slices.append(Slice(index, (Part(file.path, 0, file.size, num_bytes),)))
     return PreparedSource(name, tuple(read), tuple(slices), config.folder)
 
@@ -187,7 +187,7 @@ def _partner(file: InputFile) -> list[InputFile]:
     if suffix not in (".idx", ".ds"):
         return []
     path = _ids_path(file.path) if suffix == ".idx" else f"{file.path}.index"
-    if not os.path.isfile(path):
+    if not is_file(path):
         return []
     stat = os.stat(path)
     return [InputFile(path, f"{file.name} partner", stat.st_size, stat.st_mtime_ns)]

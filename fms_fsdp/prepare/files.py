@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from fms_fsdp.config.values import counted
 from fms_fsdp.errors import MissingInput, UserError, note_once
+from fms_fsdp.files import exists, is_file, is_folder
 from fms_fsdp.prepare.formats import (
     COMPRESSED,
     Document,
@@ -111,7 +112,7 @@ def _split_input(text: str) -> Iterator[tuple[str | None, str]]:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(os.path.expanduser(path))
+    return exists(os.path.expanduser(path))
 
 
 def _name_of(path: str) -> str:
@@ -121,7 +122,7 @@ def _name_of(path: str) -> str:
         path = folder
     full = os.path.abspath(path)
     name = os.path.basename(full)
-    if os.path.isfile(full):
+    if is_file(full):
         name = name.partition(".")[0]
     return re.sub("[^A-Za-z0-9_.-]+", "_", name)
 
@@ -130,7 +131,7 @@ def _split_pattern(path: str) -> tuple[str, str]:
     """Returns the leading part that exists, whose brackets are no pattern, and the rest."""
     path = os.path.expanduser(path)
     folder = path
-    while folder and not os.path.exists(folder):
+    while folder and not exists(folder):
         folder = os.path.dirname(folder)
     return folder, path[len(folder) :].lstrip("/")
 
@@ -154,17 +155,17 @@ def find_files(
 
     path = os.path.expanduser(path)
     found = [path]
-    root = path if os.path.isdir(path) else os.path.dirname(path)  # names are relative to it
+    root = path if is_folder(path) else os.path.dirname(path)  # names are relative to it
     folder, pattern = _split_pattern(path)
     if pattern:
         root = folder
         found = glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
-        if not glob.has_magic(pattern.split("/")[0]) or not os.path.isdir(root or "."):
+        if not glob.has_magic(pattern.split("/")[0]) or not is_folder(root or "."):
             raise MissingInput(
                 f"--input={path} does not exist; give a file, a folder or a quoted glob"
             )
     own = os.path.realpath(output) if output else None
-    if own == os.path.realpath(root or ".") and not os.path.isfile(path):
+    if own == os.path.realpath(root or ".") and not is_file(path):
         raise UserError(
             f"--output={output} must not be the folder of --input={path}; choose another folder"
         )
@@ -211,7 +212,7 @@ def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) ->
     it is a README, a checksum or the backup of a shard. A file that was named itself is never
     skipped.
     """
-    if os.path.isfile(os.path.expanduser(path)):
+    if is_file(os.path.expanduser(path)):
         return list(files)
     kept = [file for file in files if has_known_ending(file.name)]
     skipped = [file for file in files if not has_known_ending(file.name)]
@@ -262,7 +263,7 @@ def _is_hidden(name: str) -> bool:
 
 def _walk(path: str) -> Iterator[str]:
     """Yields the files below a folder, each folder once; a file yields itself."""
-    if os.path.isfile(path):
+    if is_file(path):
         yield path
     seen = {os.path.realpath(path)}
     for folder, subfolders, files in os.walk(path, followlinks=True):
@@ -275,7 +276,7 @@ def _walk(path: str) -> Iterator[str]:
         subfolders[:] = kept
         for name in files:
             file = os.path.join(folder, name)
-            if not name.startswith(".") and os.path.isfile(file):
+            if not name.startswith(".") and is_file(file):
                 yield file
 
 

@@ -21,6 +21,7 @@ from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import RopeScaling, TransformerConfig
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.parallel.precision import _CASTING
 
 CPU = torch.device("cpu")
 NUM_SEQUENCES, LENGTH = 16, 256
@@ -144,3 +145,12 @@ def test_gradients_in_16_bits_equal_fp32(shape: str, precision: Precision, strat
     }
     limit = LIMITS[precision.compute]
     assert {name: error for name, error in errors.items() if not error <= limit} == {}
+
+
+def test_layernorm_without_bias_is_cast() -> None:
+    """As of a user's module: the cast norm of strategy none reads its weight alone."""
+    norm = torch.nn.LayerNorm(8, bias=False)
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    expected = norm(x.float())
+    norm.__class__ = _CASTING[type(norm)]
+    torch.testing.assert_close(norm(x).float(), expected, rtol=2e-2, atol=2e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -19,7 +20,7 @@ import zstandard
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.prepare.command import PrepareConfig, prepare
-from fms_fsdp.prepare.files import parse_input
+from fms_fsdp.prepare.files import find_files, parse_input
 from fms_fsdp.prepare.formats import Problem, TextFormat
 from fms_fsdp.prepare.writer import Stats
 from tests.prepare.test_documents import FORM, read_all
@@ -265,3 +266,21 @@ def test_json_that_python_cannot_read_is_malformed(tmp_path: Path) -> None:
     ]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     assert texts(tmp_path / "x.jsonl") == ["a", "not JSON", "not JSON", "not JSON"]
+
+
+def test_failing_storage_is_not_a_missing_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was "no such file", which nobody tries again."""
+    path = tmp_path / "docs.jsonl"
+    path.write_text('{"text": "a"}\n')
+    stat = os.stat
+
+    def failing(name: Any, *args: Any, **settings: Any) -> os.stat_result:
+        if str(name).endswith("docs.jsonl"):
+            raise OSError(errno.ESHUTDOWN, "Cannot send after transport endpoint shutdown", name)
+        return stat(name, *args, **settings)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(OSError, match="Cannot send"):
+        find_files(str(path))
