@@ -143,9 +143,12 @@ class RunStatus:
         on_one_rank = error.on_one_rank
         is_reported_here = self.rank == 0 or on_one_rank
         if not is_reported_here and not await_rank0() and not self.is_asked_to_end:
-            # Rank 0 does not have the error, or is on another machine.
-            is_reported_here = self._is_first_to_print()
-            on_one_rank = env_int("LOCAL_RANK", 0) == self.rank
+            # Rank 0 does not have the error, or is on another machine. Once the ranks are connected,
+            # an error that is not said to be of one rank is of all.
+            is_near_rank0 = env_int("LOCAL_RANK", 0) == self.rank
+            if is_near_rank0 or not _are_connected():
+                is_reported_here = self._is_first_to_print()
+            on_one_rank = is_near_rank0
         self._is_on_all_ranks = not on_one_rank
         is_repeated = self._is_repeated(self.reason)
         self._record_end(BAD_INPUT, on_one_rank=on_one_rank, data_step=error.data_step)
@@ -315,6 +318,12 @@ def end_process(status: int, report: Callable[[], object]) -> NoReturn:
         thread.join(REPORT_S)
     finally:
         os._exit(status)
+
+
+def _are_connected() -> bool:
+    """Returns whether the ranks have a process group; imports no torch."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
 
 
 def _read_record(path: Path) -> dict[str, Any]:
