@@ -330,6 +330,10 @@ class _Writer(FileSystemWriter):
             super().finish(planner.all_metadata, results)
             self.files[METADATA] = self.files.pop(f"{METADATA}.tmp")  # DCP renamed it
             planner.finished.metadata = (folder / METADATA).read_bytes()
+            # torch 2.11 records these in a copy of the metadata.
+            planner.all_metadata.storage_data = {
+                written.index: written.storage_data for part in results for written in part
+            }
             planner.finished.index = build_index(planner.all_metadata)
         self._write(INDEX, planner.finished.index)
         for written in results:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fms_fsdp.checkpoint import io
 from fms_fsdp.checkpoint.folders import METADATA, corrupt_files, problem
@@ -178,3 +181,22 @@ def test_moved_tensors_of_reused_plan_are_recorded(tmp_path: Path) -> None:
         assert all(torch.equal(load_tensor(reader, name), tensors[name]) for name in tensors)
     first, second = ((tmp_path / f"step_{step}" / METADATA).read_bytes() for step in (1, 2))
     assert first != second
+
+
+def test_save_does_without_changed_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 enters the places of tensors into a copy: no checkpoint could be written."""
+    finish = FileSystemWriter.finish
+
+    def finish_copy(self: FileSystemWriter, metadata: Metadata, results: Any) -> None:
+        finish(self, replace(metadata), results)
+
+    monkeypatch.setattr(FileSystemWriter, "finish", finish_copy)
+    model, optimizers = made(0)
+    write_checkpoint(collect_tensors(model, optimizers), tmp_path, state_of(1))
+    folder = tmp_path / "step_1"
+    assert not problem(folder)
+    reader = CheckpointReader(folder)
+    for name, weight in model.named_parameters():
+        assert torch.equal(load_tensor(reader, f"model.{name}"), weight)
