@@ -81,6 +81,7 @@ def test_launch_that_ends_early_leaves_a_trace(tmp_path: Path) -> None:
     assert len(list((tmp_path / "profile_traces").glob("*.json"))) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.11
 def test_trace_that_cannot_be_written_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
