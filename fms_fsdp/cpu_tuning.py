@@ -29,6 +29,26 @@ def before_torch() -> None:
     let_gpu_memory_grow()
 
 
+def available_cores(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the number of cores that this process may use, at least 1.
+
+    Containers limit it by affinity or by a quota of their control group, of version 1 or 2.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    quota = ""
+    period = "1"
+    with suppress(OSError, ValueError):
+        quota, period = (control_groups / "cpu.max").read_text(encoding="utf-8").split()
+    with suppress(OSError):
+        quota = (control_groups / "cpu/cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+        period = (control_groups / "cpu/cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+    if quota.isdecimal() and period.isdecimal():  # "max" and "-1" are no limit
+        cores = min(cores, -(-int(quota) // max(1, int(period))))
+    return max(1, cores)
+
+
 def set_thread_waiting() -> None:
     """Lets idle threads spin some microseconds before they sleep; with too few cores they sleep at once.
 
@@ -41,9 +61,7 @@ def set_thread_waiting() -> None:
 
     Source: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = available_cores()
     threads = env_int("OMP_NUM_THREADS", 0) or cores
     ranks = env_int("LOCAL_WORLD_SIZE", 0) or 1
     if ranks * threads > cores:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from fms_fsdp.cpu_tuning import (
+    available_cores,
     keep_freed_memory,
     let_gpu_memory_grow,
     process_age_s,
@@ -170,3 +171,25 @@ def test_age_of_process_ignores_uptime_of_container(monkeypatch: pytest.MonkeyPa
         lambda path, **how: "0.5 0.5" if path.name == "uptime" else read_text(path, **how),
     )
     assert age_s <= process_age_s() < age_s + 60
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({}, 64),
+    ],
+)
+def test_quota_of_a_container_limits_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: int
+) -> None:
+    """A pod of 8 CPUs on a node of 192 started 192 workers."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert available_cores(tmp_path) == quota

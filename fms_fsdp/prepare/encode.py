@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
+from fms_fsdp.cpu_tuning import available_cores
 from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
@@ -401,13 +402,6 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
 
 
 # Processes
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def note(text: str) -> None:
