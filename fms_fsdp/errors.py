@@ -189,7 +189,10 @@ def printing() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
+    except BrokenPipeError as error:
+        # Python uses this class for ESHUTDOWN as well, which a storage may answer for a file.
+        if error.errno != errno.EPIPE or error.filename is not None:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -90,6 +90,16 @@ def test_unusable_file_of_command_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_shut_down_storage_is_no_closed_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python has one class for both, and the command ended with 0 and without a word."""
+    error = OSError(errno.ESHUTDOWN, "Cannot send after transport endpoint shutdown", "a/step_1")
+    assert isinstance(error, BrokenPipeError)
+    assert _run_command(error, monkeypatch) == 1
+    assert "a/step_1 cannot be read: Cannot send" in capsys.readouterr().err
+
+
 def run_broken(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
     """Runs on a user's stream that fails at step 2."""
     broken = (
