@@ -116,9 +116,9 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
 
     from fms_fsdp.checkpoint.folders import find_checkpoint
     from fms_fsdp.checkpoint.io import collect_tensors, load_checkpoint
-    from fms_fsdp.checkpoint.manager import CheckpointManager
     from fms_fsdp.config import CheckpointConfig
     from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.run.checkpoints import CheckpointManager
 
     world = World.from_env()
     mesh, model, optimizer, state = build_run(folder, variant)
@@ -144,9 +144,9 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
 
     def ignore(*_: object, **__: object) -> None: ...
 
-    manager = CheckpointManager(
-        run, root, 1, now, is_main=world.rank == 0, settle=ignore, alive=ignore, event=ignore
-    )
+    run_dir: Any = SimpleNamespace(checkpoints=root, attempt=1, folder=folder)
+    others: Any = SimpleNamespace(settle=ignore, alive=ignore, event=ignore)
+    manager = CheckpointManager(run, run_dir, mesh, now, others, others, others)
     manager._collect(wait=True)  # the host copies are allocated while the first steps compile
     rows: list[dict[str, float]] = []
     for step in range(rounds + 1):  # the first one warms up: host memory, files, page tables

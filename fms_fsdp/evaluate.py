@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,13 +19,19 @@ from torch.profiler import record_function
 
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH, cut
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.validation import HeldOut, close_held_out
+from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import ReadFailed, checking_input, note_once, raise_first
-from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.parallel.fsdp import evaluating
-from fms_fsdp.state import RunConfig, TrainState
+from fms_fsdp.state import TrainState
+
+if TYPE_CHECKING:  # the command `evaluate` has none of them
+    from fms_fsdp.metrics.timer import PhaseTimer
+    from fms_fsdp.run.health import Watchdog
+    from fms_fsdp.run.logger import MetricLogger
+    from fms_fsdp.run.setup import Launch
+    from fms_fsdp.run.stop import StopControl
 
 MANY_SOURCES = 64  # whose evaluation may take longer than the steps between two
 
@@ -147,9 +154,7 @@ def _averages(name: str, loss_sum: float, num_labels: float, num_bytes: float) -
 
 
 class Evaluator:
-    """Evaluates at the steps of the flags, and after each `every_tokens` tokens (0: never).
-
-    `mark`, `keep_alive` and `is_stopped` are called as a `PhaseTimer` and `evaluate` say.
+    """Evaluates at the steps of the flags, and after each --eval_epochs of the data.
 
     An evaluation that the end of the launch stops or prevents has no result; the checkpoint records
     `evaluation_pending`, and the next launch evaluates before its first step.
@@ -157,32 +162,31 @@ class Evaluator:
 
     def __init__(
         self,
-        run: RunConfig,
-        model: nn.Module,
-        sources: Sequence[HeldOut],
-        metrics: MetricLogger,
-        *,
-        device: torch.device,
+        launch: Launch,
         mesh: Mesh,
-        mark: Callable[[str], None],
-        keep_alive: Callable[[], None],
-        is_stopped: Callable[[], bool],
-        every_tokens: int = 0,
+        state: TrainState,
+        metrics: MetricLogger,
+        watchdog: Watchdog,
+        stop: StopControl,
+        timer: PhaseTimer,
     ) -> None:
+        run = launch.run
         self._cfg = run.config.eval
-        self._sources = sources
+        self._sources = launch.held_out
         self._metrics = metrics
-        self._mark = mark
-        self._every_tokens = every_tokens
+        self._timer = timer
+        sources = () if launch.found.corpus is None else launch.found.corpus.sources
+        num_tokens = sum(source.num_tokens for source in sources)
+        self._every_tokens = round(run.config.eval.eval_epochs * num_tokens)  # 0: without the flag
         self._evaluate = partial(
             evaluate,
-            model,
+            state.model,
             batch_size=run.batch.batch_size,
             document_mask=run.config.data.document_mask,
-            device=device,
+            device=launch.device,
             mesh=mesh,
-            keep_alive=keep_alive,
-            is_stopped=is_stopped,
+            keep_alive=watchdog.alive,
+            is_stopped=partial(stop.interrupts, state),
         )
 
     def is_due(self, state: TrainState) -> bool:
@@ -194,15 +198,16 @@ class Evaluator:
         launch (collective: every rank)."""
         sources = self._due_sources(state)
         state.evaluation_pending = bool(sources)
-        if not sources:
-            return
-        self._mark("device")
+        if sources:
+            with self._timer.phase("eval", synchronize=True):
+                self._run(sources, state)
+
+    def _run(self, sources: list[HeldOut], state: TrainState) -> None:
         begin = time.perf_counter()
         try:
             values = self._evaluate(sources)
         except EvaluationStopped:
             log.info("eval @%d stopped: the next launch begins with it", state.step)
-            self._mark("eval")
             return
         seconds = time.perf_counter() - begin
         state.evaluation_pending = False
@@ -211,7 +216,6 @@ class Evaluator:
             log.info(line)
         if math.isfinite(loss := values.get("eval/loss", math.nan)):
             state.validation = state.step, loss
-        self._mark("eval")
 
     def _due_sources(self, state: TrainState) -> list[HeldOut]:
         return [source for source in self._sources if self._is_due(source.group, state)]
@@ -231,10 +235,6 @@ class Evaluator:
         if cfg.eval_interval and step % cfg.eval_interval == 0:
             return True
         return is_last and bool(cfg.eval_interval or every)
-
-    def close(self) -> None:
-        """Closes the files of the sources."""
-        close_held_out(self._sources)
 
 
 def summary_lines(values: dict[str, float], step: int, seconds: float) -> list[str]:

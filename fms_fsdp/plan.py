@@ -1,9 +1,9 @@
 """The plan of a run: flags, machine, data and checkpoint → RunConfig, or the reason why not.
 
-    flags, machine            `resolve`      model, axes, precision
-    + data, checkpoint        `keep`         the settings of the checkpoint that stay
-                              `candidates`   + batch, length, learning rate; the runs that memory decides among
-    + memory                  `plan`         the candidate that fits
+    flags, machine       `resolve`      model, axes, precision
+    + data, checkpoint   `complete`     + batch, length, learning rate, of which `keep` keeps those of the checkpoint
+    + memory             `candidates`   the runs among which memory decides
+                         `plan`         the one that fits
 
 `plan` is a function of its arguments: no process group, no device and no data is needed, so that
 `estimate`, `translate`, benchmarks and tests plan runs on machines that do not exist. It has the
@@ -52,18 +52,29 @@ class Resolved:
     dims: ParallelDims
     precision: Precision
 
+    def with_vocabulary(self, cfg: TrainConfig, vocab_size: int | None) -> Resolved:
+        """Returns the settings for data with this vocabulary; None: no data is known.
 
-def resolve(cfg: TrainConfig, machine: Machine, vocab_size: int | None = None) -> Resolved:
-    """Returns the settings that need neither the tokens of the data nor a checkpoint.
+        Raises:
+            UserError: the model's vocabulary is smaller.
+        """
+        if vocab_size is None:
+            return self
+        seq_length = cfg.data.seq_length
+        model = resolve_model(cfg.model, seq_length=seq_length, data_vocab_size=vocab_size)
+        _check_export(cfg, model)
+        return replace(self, model=model)
+
+
+def resolve(cfg: TrainConfig, machine: Machine) -> Resolved:
+    """Returns the settings that need neither the data nor a checkpoint.
 
     A launch calls it before it starts its process group, so that a wrong flag ends it at once.
-
-    vocab_size   of the data; None before the data is known
 
     Raises:
         UserError: flags contradict each other, or the machine does not support one.
     """
-    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length, data_vocab_size=vocab_size)
+    model = resolve_model(cfg.model, seq_length=cfg.data.seq_length)
     dims = plan_dims(cfg.parallel, cfg.model.name, machine.world)
     check_machine(cfg, machine, dims)
     check_attention(cfg, model, machine.device_type)
@@ -73,11 +84,15 @@ def resolve(cfg: TrainConfig, machine: Machine, vocab_size: int | None = None) -
     parse_schedule(cfg.checkpoint.checkpoint_schedule, cfg.checkpoint.checkpoint_interval)
     KeepPolicy.from_config(cfg.checkpoint)
     check_float8(model, precision, dims.tp, machine.capability, machine.device_name)
+    _check_export(cfg, model)
+    return Resolved(model, dims, precision)
+
+
+def _check_export(cfg: TrainConfig, model: TransformerConfig) -> None:
     if cfg.checkpoint.export_interval:
         from fms_fsdp.hf.config import find_family
 
         find_family(model)
-    return Resolved(model, dims, precision)
 
 
 @dataclass(frozen=True)
@@ -88,25 +103,23 @@ class Kept:
     counts_tokens    whether the schedule of the learning rate counts tokens, or steps
     milestones       of that schedule
     moves_decay      whether its last phase follows another length of the run
-    chosen           the run with the settings that an earlier launch chose by memory
     """
 
     batch: BatchPlan | None = None
     counts_tokens: bool | None = None
     milestones: Milestones | None = None
     moves_decay: bool = False
-    chosen: RunConfig | None = None
 
 
 def keep(cfg: TrainConfig, resume: ResumePoint) -> Kept:
     """Returns the settings that a resumed run keeps.
 
-    This is the one place that decides between checkpoint and flags:
+    This is the place that decides between checkpoint and flags:
 
         the global batch           unless --global_batch_size is set
         the learning rate          unless a flag of the schedule changed; another length only moves
                                    a last phase of wsd that has not begun
-        settings chosen by memory  those of flags that are still `auto`, while they fit
+        settings chosen by memory  those of flags that are still `auto`, while they fit (`choose_settings`)
         the order of the data      always; the stream compares its state (data/stream.py)
 
     All others follow the flags and the machine, among them length, precision and axes.
@@ -117,7 +130,7 @@ def keep(cfg: TrainConfig, resume: ResumePoint) -> Kept:
         return Kept()
     start = resume.start
     milestones = saved.milestones
-    kept = Kept(counts_tokens=milestones.in_tokens, chosen=saved)
+    kept = Kept(counts_tokens=milestones.in_tokens)
 
     if cfg.training.global_batch_size is None:
         kept = replace(kept, batch=saved.batch)
@@ -138,55 +151,56 @@ def _schedule_flags(optim: OptimConfig) -> tuple[object, ...]:
     return (optim.lr_schedule, optim.durations(), optim.constant_steps)
 
 
-def plan(cfg: TrainConfig, machine: Machine, found: Found = NOTHING) -> RunConfig:
+def plan(
+    cfg: TrainConfig, machine: Machine, found: Found = NOTHING, settings: Resolved | None = None
+) -> RunConfig:
     """Returns the resolved config of a launch.
+
+    settings   those of `resolve` with the vocabulary of the data, if the caller has them
 
     Raises:
         UserError: the launch would be rejected.
         PredictionFailed: memory has to decide a setting, and cannot be predicted.
     """
+    run = complete(cfg, machine, found, settings)
     budget = MemoryBudget(machine, found.teacher)
-    groups = choose_strategy(candidates(cfg, machine, found), budget)
-    run = choose_settings(cfg, groups, budget, keep(cfg, found.resume).chosen)
+    groups = choose_strategy(candidates(run, machine), budget)
+    run = choose_settings(cfg, groups, budget, found.resume.saved)
     check_resume(run, found.resume)
     return run
 
 
-def plan_here(cfg: TrainConfig, machine: Machine, found: Found) -> RunConfig:
+def plan_here(
+    cfg: TrainConfig, machine: Machine, found: Found, settings: Resolved | None = None
+) -> RunConfig:
     """Returns the plan of a launch on this machine, whose memory and folders are large enough.
 
     Raises:
         UserError, PredictionFailed: as `plan`, or memory or a folder is too small.
     """
-    run = plan(cfg, machine, found)
+    run = plan(cfg, machine, found, settings)
     with suppress(PredictionFailed):  # the log says so (startup_log.describe_memory)
         MemoryBudget(machine, found.teacher).check(run)
     check_folders(cfg, checkpoint_bytes(run) if cfg.checkpoint.saves else 0)
     return run
 
 
-def candidates(cfg: TrainConfig, machine: Machine, found: Found = NOTHING) -> list[list[RunConfig]]:
-    """Returns the complete runs among which memory decides.
-
-    A group for each sharding strategy and recomputation, the preferred ones first; in each the runs
-    from the largest to the smallest micro-batch. A flag that is set has one value, so a launch
-    without `auto` has one candidate, or two where hsdp is the default strategy. No setting that
-    memory decides changes the global batch, the length or the schedule.
+def complete(
+    cfg: TrainConfig, machine: Machine, found: Found = NOTHING, settings: Resolved | None = None
+) -> RunConfig:
+    """Returns the run before memory decides its `auto` flags; the arguments are those of `plan`.
 
     Raises:
-        UserError: the launch would be rejected with each of them.
+        UserError: as `resolve`, or batch, length or schedule are impossible.
     """
-    settings = resolve(cfg, machine, found.vocab_size)
-
+    if settings is None:
+        settings = resolve(cfg, machine).with_vocabulary(cfg, found.vocab_size)
+    kept = keep(cfg, found.resume)
     # The batch comes first: the length and the schedule count its sequences.
-    batch = plan_batch(
-        cfg.training,
-        settings.dims.size("dp"),
-        kept=keep(cfg, found.resume).batch,
-        keep_name=cfg.keep_name,
-    )
+    dp_size = settings.dims.size("dp")
+    batch = plan_batch(cfg.training, dp_size, kept=kept.batch, keep_name=cfg.keep_name)
     num_steps = plan_length(cfg, batch, settings.model.vocab_size, found)
-    run = RunConfig(
+    return RunConfig(
         config=cfg,
         world_size=machine.world.size,
         device_type=machine.device_type,
@@ -196,18 +210,30 @@ def candidates(cfg: TrainConfig, machine: Machine, found: Found = NOTHING) -> li
         precision=settings.precision,
         num_steps=num_steps,
         tokenizer="" if found.corpus is None else found.corpus.tokenizer,
-        milestones=plan_schedule(cfg, batch, num_steps, found.resume),
+        milestones=plan_schedule(cfg, batch, num_steps, found.resume.start, kept),
         versions=machine.versions,
         working_dir=machine.working_dir,
         chosen={},
     )
 
+
+def candidates(run: RunConfig, machine: Machine) -> list[list[RunConfig]]:
+    """Returns the runs among which memory decides.
+
+    A group for each sharding strategy and recomputation, the preferred ones first; in each the runs
+    from the largest to the smallest micro-batch. A flag that is set has one value, so a launch
+    without `auto` has one candidate, or two where hsdp is the default strategy. No setting that
+    memory decides changes the global batch, the length or the schedule.
+
+    Raises:
+        UserError: the launch would be rejected with each of them.
+    """
     groups = _by_recomputation(run, machine)
-    section = cfg.parallel
+    section = run.config.parallel
     is_default = not section.sharding_strategy and not section.hsdp_shard_size
     if run.dims.strategy == "hsdp" and is_default:
         fsdp = replace(section, sharding_strategy="fsdp")
-        dims = plan_dims(fsdp, cfg.model.name, machine.world)
+        dims = plan_dims(fsdp, run.config.model.name, machine.world)
         groups += _by_recomputation(replace(run, dims=dims), machine)
     return groups
 
@@ -282,7 +308,11 @@ def plan_length(cfg: TrainConfig, batch: BatchPlan, vocab_size: int, found: Foun
 
 
 def plan_schedule(
-    cfg: TrainConfig, batch: BatchPlan, num_steps: int, resume: ResumePoint
+    cfg: TrainConfig,
+    batch: BatchPlan,
+    num_steps: int,
+    start: TrainMetadata = NOTHING.resume.start,
+    kept: Kept = Kept(),
 ) -> Milestones:
     """Returns the milestones of the learning rate. A new run with a ramp of the batch counts tokens.
 
@@ -290,9 +320,8 @@ def plan_schedule(
         UserError: the decay ends before it begins.
     """
     seq_length = cfg.data.seq_length
-    tokens_at = partial(resume.start.tokens_at, batch=batch, seq_length=seq_length)
+    tokens_at = partial(start.tokens_at, batch=batch, seq_length=seq_length)
     length = RunLength(num_steps, seq_length, tokens_at)
-    kept = keep(cfg, resume)
     in_tokens = kept.counts_tokens
     if in_tokens is None:
         in_tokens = bool(batch.rampup)
@@ -302,8 +331,8 @@ def plan_schedule(
     if kept.moves_decay:
         # The warmup may be over, and its end is known. In a shortened run the last phase would have
         # begun in the past, and the learning rate would fall at once.
-        start = max(milestones.decay_start, _position(resume.start, milestones))
-        return replace(milestones, warmup=kept.milestones.warmup, decay_start=start)
+        decay_start = max(milestones.decay_start, _position(start, milestones))
+        return replace(milestones, warmup=kept.milestones.warmup, decay_start=decay_start)
     return kept.milestones
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 import torch
 
-from fms_fsdp.config import DataConfig, EvalConfig, TrainConfig
+from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.config.values import one_line
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.data.tokenizer import find_tokenizer, shards_bos_id
@@ -18,10 +18,13 @@ from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, encode_prompts, generate, read_lines, text_after
-from fms_fsdp.metrics.logger import MetricLogger
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.parallel.fsdp import evaluating
+from fms_fsdp.run.health import Watchdog
+from fms_fsdp.run.logger import MetricLogger
+from fms_fsdp.run.setup import Launch
+from fms_fsdp.run.stop import StopControl
 from fms_fsdp.state import TrainState
 from fms_fsdp.tokenizers.tokenizer import TextRules
 
@@ -69,32 +72,33 @@ class Sampler:
 
     def __init__(
         self,
-        cfg: TrainConfig,
-        prompts: Prompts,
-        model: LanguageModel,
+        launch: Launch,
         mesh: Mesh,
+        state: TrainState,
         metrics: MetricLogger,
-        alive: Callable[[], None],
-        mark: Callable[[str], None],
-        is_stopped: Callable[[], bool],
+        watchdog: Watchdog,
+        stop: StopControl,
+        timer: PhaseTimer,
     ) -> None:
+        cfg = launch.run.config
+        assert launch.found.prompts is not None
         self._interval = cfg.eval.sample_interval
-        self._file = Path(cfg.output_dir, "samples.txt")
-        self._prompts = prompts
+        self._file = launch.run_dir.folder / "samples.txt"
+        self._prompts = launch.found.prompts
         self._metrics = metrics
-        self._alive = alive
-        self._mark = mark
-        self._model = model
-        self._is_stopped = is_stopped  # whether the launch ends, identical on every rank
+        self._watchdog = watchdog
+        self._timer = timer
+        self._model = state.model
+        # whether the launch ends, identical on every rank
+        self._is_stopped = partial(stop.interrupts, state)
         self._tokenizer = find_tokenizer(cfg.data.data_path) if mesh.is_main else None
 
     def run_if_due(self, state: TrainState) -> None:
         """Samples the texts if they are due (collective: every rank)."""
         if state.step % self._interval and not state.is_done:
             return
-        self._mark("device")
-        rows = self._sample()
-        self._mark("eval")
+        with self._timer.phase("eval", synchronize=True):
+            rows = self._sample()
         if rows is None:
             log.info("sample @%d stopped", state.step)
             return
@@ -126,7 +130,7 @@ class Sampler:
             )
             try:
                 for tokens in steps:
-                    self._alive()
+                    self._watchdog.alive()
                     if self._is_stopped():
                         return None
                     for row, token in zip(rows, tokens, strict=True):

@@ -23,25 +23,24 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.profiler import record_function
 
-from fms_fsdp.checkpoint.manager import CheckpointManager
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import ReadFailed, RunFailed, UserError, checking_input, raise_first
-from fms_fsdp.metrics.logger import MetricLogger
 from fms_fsdp.metrics.profiling import StepProfiler
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.optim.schedules import Schedule
 from fms_fsdp.parallel.fsdp import await_optimizer, clip_factor, set_gradient_sync
+from fms_fsdp.run.checkpoints import CheckpointManager
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
+from fms_fsdp.run.logger import MetricLogger
 from fms_fsdp.run.status import RunStatus
 from fms_fsdp.run.stop import StopControl
-from fms_fsdp.state import StepResult, TrainState
+from fms_fsdp.state import RunConfig, StepResult, TrainState
 
 if TYPE_CHECKING:
     from fms_fsdp.evaluate import Evaluator
-    from fms_fsdp.hf.exporter import Exporter
     from fms_fsdp.samples import Sampler
 
 
@@ -66,6 +65,22 @@ class StepSettings:
     micro_batch_at: Callable[[int], int] | None = None
     gc_interval: int = 0
 
+    @staticmethod
+    def of(run: RunConfig, mesh: Mesh, device: torch.device) -> StepSettings:
+        cfg = run.config
+        return StepSettings(
+            mesh=mesh,
+            device=device,
+            schedule=run.schedule,
+            batch_size=run.batch.batch_size,
+            grad_clip=cfg.optim.grad_clip,
+            document_mask=cfg.data.document_mask,
+            dropout_seed=cfg.training.seed if run.model.has_dropout else None,
+            vocab_size=run.model.vocab_size,
+            micro_batch_at=run.batch.micro_batch_at,
+            gc_interval=cfg.training.gc_interval,
+        )
+
     def micro_batch_of(self, batch: Batch) -> int:
         """Returns the number of sequences in each micro-batch of this rank's batch."""
         if self.micro_batch_at is None:
@@ -74,19 +89,31 @@ class StepSettings:
 
 
 @dataclass(frozen=True)
-class Observers:
-    """The components that the loop calls between its steps; None: a flag that is off."""
+class Components:
+    """What the loop calls between its steps; None: a flag that is off. The methods time themselves."""
 
+    timer: PhaseTimer
     watchdog: Watchdog
     stop: StopControl
     guard: NonFiniteGuard
     metrics: MetricLogger
     status: RunStatus
     profiler: StepProfiler
+    checkpoints: CheckpointManager
     evaluator: Evaluator | None
     sampler: Sampler | None
-    checkpoints: CheckpointManager
-    exporter: Exporter | None
+
+    def request_stops(self, state: TrainState) -> None:
+        """Notes what this rank asks of all others, which hear of it in the step's all-reduce."""
+        save_s = self.checkpoints.expected_s(state.step + 1)
+        self.stop.expect(state, self.timer.totals.get("eval", 0.0), save_s)
+        state.current.requests = self.stop.requests(state)
+
+    def report(self, state: TrainState, result: StepResult) -> None:
+        """Writes the log line, metrics.jsonl and the step of status.json, if a report is due."""
+        with self.timer.phase("logging"):
+            if self.metrics.after_step(state, result):
+                self.status.save_step()
 
     def evaluate(self, state: TrainState) -> None:
         """Evaluates and samples what is due after a step; a stop that is requested ends both."""
@@ -100,10 +127,27 @@ class Observers:
         if self.sampler is not None:
             self.sampler.run_if_due(state)
 
+    def save(self, state: TrainState) -> None:
+        """Saves a checkpoint if it is due; that of the last step says that its evaluation is to come."""
+        if state.is_done:
+            state.evaluation_pending = self.evaluator is not None and self.evaluator.is_due(state)
+        # The copy waits for the steps on the GPU, which is not time of the save.
+        with self.timer.phase("checkpoint", synchronize=self.checkpoints.is_due(state)):
+            self.checkpoints.save_if_due(state)
 
-def train(
-    settings: StepSettings, state: TrainState, timer: PhaseTimer, observers: Observers
-) -> None:
+    def evaluate_saved_step(self, state: TrainState) -> None:
+        """Evaluates the last step, whose checkpoint is written, and adds the result to it."""
+        self.evaluate(state)
+        with self.timer.phase("checkpoint"):
+            self.checkpoints.add_evaluation(state)
+
+    def export(self, state: TrainState) -> None:
+        """Begins the export of a checkpoint that is complete, if it is due."""
+        with self.timer.phase("checkpoint"):
+            self.checkpoints.export_if_due(state)
+
+
+def train(settings: StepSettings, state: TrainState, parts: Components) -> None:
     """Trains to the last step, or until `state.stop_reason` is set (collective: every rank).
 
     Raises:
@@ -111,71 +155,60 @@ def train(
         RunFailed: gradients stay non-finite, or the last checkpoint or the records cannot be written,
             or the storage of the data fails; then the last step is saved.
     """
-    timer.mark("start")
-    observers.stop.check_start(state)
+    begin(settings, state, parts)
+    while not state.is_done and not state.stop_reason:
+        parts.watchdog.alive()
+        parts.request_stops(state)
+        with parts.timer.phase("data"):
+            state.current.batch = batch = next_batch(settings, state)
+            state.current.read_error = read_error_ahead(settings, state)
+
+        result = train_step(settings, state, batch, parts.timer)
+        state.count(*_size(batch, settings.mesh))
+
+        parts.guard.check(state.step, result.grad_norm, result.num_labels)
+        parts.report(state, result)
+        parts.profiler.step()
+        # Before the evaluation, which a stop prevents, and the save, which it requires.
+        parts.stop.update(state, HostCopy(result.requests))
+        if not state.is_done:
+            parts.evaluate(state)
+        parts.save(state)
+        if state.is_done:  # only after the save: a kill meanwhile loses no step
+            parts.evaluate_saved_step(state)
+        parts.export(state)
+        if settings.gc_interval and state.step % settings.gc_interval == 0:
+            gc.collect()
+    end(settings, state, parts)
+
+
+def begin(settings: StepSettings, state: TrainState, parts: Components) -> None:
+    """Evaluates before the first step what is due then, or what the launch before left undone."""
+    parts.timer.mark("start")
+    parts.stop.check_start(state)
     if state.is_done:  # the launch before ended between its last save and the evaluation
-        observers.evaluate(state)
-        observers.checkpoints.add_evaluation(state)
-        if observers.exporter is not None:
-            observers.exporter.run_if_due(state)
+        parts.evaluate_saved_step(state)
+        parts.export(state)
     elif not state.stop_reason:
-        if observers.evaluator is not None:
-            observers.evaluator.run_if_due(state)
-        observers.checkpoints.add_evaluation(state)
+        if parts.evaluator is not None:
+            parts.evaluator.run_if_due(state)
+        parts.checkpoints.add_evaluation(state)
     if settings.gc_interval:  # a rank that collects lets all others wait: collect on the same steps
         gc.collect()
         gc.freeze()
         gc.disable()
-    while not state.is_done and not state.stop_reason:
-        observers.watchdog.alive()
-        save_s = observers.checkpoints.expected_s(state.step + 1)
-        observers.stop.expect(state, timer.totals.get("eval", 0.0), save_s)
-        state.current.requests = observers.stop.requests(state)
-        timer.mark("hooks")
-        state.current.batch = batch = next_batch(settings, state)
-        state.current.read_error = read_error_ahead(settings, state)
-        timer.mark("data")
-        result = train_step(settings, state, batch, timer)
-        state.count(*_size(batch, settings.mesh))
 
-        observers.guard.check(state.step, result.grad_norm, result.num_labels)
-        timer.mark("hooks")
-        if observers.metrics.after_step(state, result):
-            observers.status.save_step()
-        timer.mark("logging")
-        observers.profiler.step()
-        # Before the evaluation, which a stop prevents, and the save, which it requires.
-        observers.stop.update(state, HostCopy(result.requests))
-        timer.mark("hooks")
-        if state.is_done:
-            # The save comes first: a kill during the evaluation of the last step loses no step.
-            evaluator = observers.evaluator
-            state.evaluation_pending = evaluator is not None and evaluator.is_due(state)
-        else:
-            observers.evaluate(state)
-        timer.mark("hooks")
-        if observers.checkpoints.is_due(state):
-            timer.mark("device")  # the copy waits for the steps, which is not time of the save
-        observers.checkpoints.save_if_due(state)
-        if state.is_done:
-            timer.mark("checkpoint")
-            observers.evaluate(state)
-            observers.checkpoints.add_evaluation(state)
-        if observers.exporter is not None:
-            observers.exporter.run_if_due(state)
-        timer.mark("checkpoint")
-        if settings.gc_interval and state.step % settings.gc_interval == 0:
-            gc.collect()
-    observers.guard.settle()
-    observers.metrics.finish()
-    if observers.stop.reads_fail:
-        raise_read_error(settings, state, observers.checkpoints)
+
+def end(settings: StepSettings, state: TrainState, parts: Components) -> None:
+    """Completes the counts and the records, and at the end of the run the exports; raises if one failed."""
+    parts.guard.settle()
+    parts.metrics.finish()
+    if parts.stop.reads_fail:
+        raise_read_error(settings, state, parts.checkpoints)
     if state.is_done and not state.evaluation_pending:
-        observers.checkpoints.finish(state)
-        observers.guard.finish()
-        if observers.exporter is not None:
-            observers.exporter.finish(observers.watchdog.alive, observers.stop.is_asked)
-            observers.checkpoints.delete_spared(state)
+        parts.checkpoints.finish(state)
+        parts.guard.finish()
+        parts.checkpoints.finish_exports(state, parts.stop.is_asked)
 
 
 def raise_read_error(

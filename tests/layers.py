@@ -35,6 +35,7 @@ LAYERS = [
     ["evaluate", "generate", "distill"],
     ["samples"],
     ["train"],
+    ["stages"],
     ["prepare"],
     ["tools"],
     ["__main__"],
@@ -50,11 +51,10 @@ IN_FUNCTIONS = {
     ("run", "distill"),
     ("plan", "hf"),
     ("__init__", "generate"),
-    ("train", "hf"),
     ("train", "samples"),
-    ("main_training", "hf"),
-    ("main_training", "samples"),
-    ("main_training", "distill"),
+    ("stages", "hf"),
+    ("stages", "samples"),
+    ("stages", "distill"),
 }
 
 

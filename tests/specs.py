@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fms_fsdp.config import FP32, BatchPlan, Precision, TrainConfig
 from fms_fsdp.config.parse import parse
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import World, log, pick_device, versions
+from fms_fsdp.metrics.timer import LaunchPhases
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.plan import plan_here, plan_length, plan_schedule, resolve
+from fms_fsdp.plan import keep, plan_here, plan_length, plan_schedule, resolve
 from fms_fsdp.run import setup
 from fms_fsdp.run.checks import machine_notes
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint, check_resume
-from fms_fsdp.run.setup import Found
+from fms_fsdp.run.run_dir import RunDir
+from fms_fsdp.run.setup import Found, Launch
 from fms_fsdp.run.startup_log import warn_of_slow_precision
 from fms_fsdp.state import RunConfig, working_folder
 
@@ -57,7 +61,7 @@ def resolved(
         precision=precision,
         num_steps=num_steps,
         tokenizer="",
-        milestones=plan_schedule(cfg, batch, num_steps, resume),
+        milestones=plan_schedule(cfg, batch, num_steps, resume.start, keep(cfg, resume)),
         versions=versions(),
         working_dir=working_folder(),
         chosen={},
@@ -77,14 +81,32 @@ def planned(
     parsed = parse(TrainConfig, argv)
     cfg, device = parsed.config, pick_device(world)
     machine = Machine.here(world, device)
-    for note in [*parsed.notes, *machine_notes(cfg, machine, resolve(cfg, machine).dims)]:
+    settings = resolve(cfg, machine)
+    for note in [*parsed.notes, *machine_notes(cfg, machine, settings.dims)]:
         log.info("note: %s", note)
     warn_of_slow_precision(cfg.precision, machine)
     machine = machine.measured(device)
     corpus = setup.find_corpus(cfg)
-    settings = resolve(cfg, machine, None if corpus is None else corpus.vocab_size)
+    settings = settings.with_vocabulary(cfg, None if corpus is None else corpus.vocab_size)
     found = setup.find_inputs(cfg, corpus, settings.model, settings.dims)
-    return plan_here(cfg, machine, replace(found, resume=resume))
+    return plan_here(cfg, machine, replace(found, resume=resume), settings)
+
+
+def launch_of(run: RunConfig) -> Launch:
+    """Returns the first launch of a run on CPUs, without data."""
+    nothing: Any = None
+    return Launch(
+        parsed=nothing,
+        phases=LaunchPhases(),
+        device=torch.device("cpu"),
+        found=Found(),
+        run=run,
+        budget=budget(cpu=0),
+        run_dir=RunDir(run.config),
+        stream=nothing,
+        data_changes=[],
+        held_out=(),
+    )
 
 
 def machine(device_type: str = "cpu", world: World = ONE_PROCESS, **more: Any) -> Machine:

@@ -12,7 +12,7 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse_flags
-from fms_fsdp.plan import candidates, keep, plan
+from fms_fsdp.plan import candidates, complete, keep, plan
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.state import RunConfig, TrainMetadata
@@ -121,7 +121,8 @@ def test_new_weights_keep_nothing() -> None:
 def test_candidates_are_ordered_by_preference() -> None:
     flags = ["--model_variant=7b", "--recompute=auto", "--batch_size=auto"]
     cfg = parse_flags(TrainConfig, [*flags, "--global_batch_size=64", "--num_steps=10"])
-    groups = candidates(cfg, Machine.named("h100_80gb", 16))
+    machine = Machine.named("h100_80gb", 16)
+    groups = candidates(complete(cfg, machine), machine)
     strategies = [group[0].dims.strategy for group in groups]
     assert strategies == ["hsdp"] * 7 + ["fsdp"] * 7
     kinds = [group[0].config.parallel.recompute for group in groups[:7]]

@@ -16,10 +16,10 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.data.object_store import NUM_TRIES
 from fms_fsdp.metrics.hardware import diagnostics
-from fms_fsdp.metrics.logger import MAX_SOURCES
 from fms_fsdp.metrics.timer import _TIMED_STEPS
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.prepare.writer import ShardInfo, ShardWriter
+from fms_fsdp.run.logger import MAX_SOURCES
 from tests.cli import ROOT, TINY, made_once, trained
 
 METRICS = (ROOT / "docs/reference/metrics.md").read_text()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -49,6 +51,15 @@ class PhaseTimer:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self._events[-1].append((phase, event))
+
+    @contextmanager
+    def phase(self, name: str, *, synchronize: bool = False) -> Iterator[None]:
+        """Adds the time of the block to a phase; with `synchronize` the GPU's queue is not part of it."""
+        self.mark("hooks")  # what came before belongs to the step
+        if synchronize:
+            self.mark("device")
+        yield
+        self.mark(name)
 
     def read(self) -> dict[str, float]:
         """Returns milliseconds per step since the last call and resets the timer.

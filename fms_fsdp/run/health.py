@@ -6,48 +6,36 @@ import faulthandler
 import math
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from fms_fsdp.checkpoint.folders import newest_healthy_step
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import HostCopy, log, rank_log
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.run.status import end_process
-
-if TYPE_CHECKING:
-    from fms_fsdp.optim.loss_scale import LossScale
-    from fms_fsdp.state import TrainState
+from fms_fsdp.metrics.interval import describe_data
+from fms_fsdp.run.status import RunStatus, end_process
+from fms_fsdp.state import TrainState
 
 
 class NonFiniteGuard:
-    """Counts consecutive steps whose gradient was not finite; at `limit` (0: never) ends the run.
+    """Counts consecutive steps whose gradient was not finite; at --max_bad_steps ends the run.
 
     The optimizer skips such a step on the device, and a step without labels. The count is
     `state.non_finite_steps`, which starts with the checkpoint's, so restarts do not hide it; steps
     that a dynamic loss scale skipped do not count. On a GPU a step is read while the next one
-    runs, so that the host does not wait.
-    `describe(step)` names the data of a step. `advice` follows the failure.
+    runs, so that the host does not wait. `checkpoints`: the folder, for advice.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        limit: int,
-        checkpoints: Path,
-        advice: str = "",
-        describe: Callable[[int], str] = lambda step: "",
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        self.state = state
-        self.limit = limit
+    def __init__(self, cfg: TrainConfig, checkpoints: Path, mesh: Mesh, state: TrainState) -> None:
+        self.cfg = cfg
+        self.limit = cfg.training.max_bad_steps  # 0: never
         self.checkpoints = checkpoints
-        self.advice = advice
-        self.describe = describe
-        self.loss_scale = loss_scale
+        self.mesh = mesh
+        self.state = state
         self._pending: tuple[int, HostCopy] | None = None
 
     def check(self, step: int, grad_norm: torch.Tensor, num_labels: torch.Tensor) -> None:
@@ -57,7 +45,7 @@ class NonFiniteGuard:
             RunFailed: `limit` consecutive steps were not finite, or the loss scale is minimal.
         """
         values = [grad_norm, num_labels.to(grad_norm)]
-        scale = self.loss_scale
+        scale = self.state.loss_scale
         if scale is not None and scale.is_dynamic:
             values += [scale.last_scale, scale.scale, scale.is_stuck]
         copy = HostCopy(torch.stack(values))
@@ -86,7 +74,7 @@ class NonFiniteGuard:
     def _count(self, step: int, norm: float, num_labels: float, *scales: float) -> None:
         data = ""
         if not num_labels or not math.isfinite(norm):
-            data = self.describe(step)
+            data = describe_data(self.state.stream, self.mesh, step)
         if not num_labels:
             log.warning("step %d has no labels; it changed nothing. %s", step, data)
         elif math.isfinite(norm):
@@ -117,7 +105,8 @@ class NonFiniteGuard:
         if step is not None:
             start = f"resume from step {step} (--resume_step={step})"
         return (
-            f"{start} with a lower --learning_rate, or skip the data with --skip_steps{self.advice}"
+            f"{start} with a lower --learning_rate, or skip the data with --skip_steps, "
+            f"with {self.cfg.keep_name}"
         )
 
 
@@ -127,10 +116,10 @@ class Watchdog:
     The timeout of collectives is not enough: a rank may hang outside of a collective.
     """
 
-    def __init__(self, timeout_s: float, path: Path, on_hang: Callable[[str], None]) -> None:
+    def __init__(self, timeout_s: float, path: Path, status: RunStatus) -> None:
         self._timeout_s = timeout_s
         self._path = path
-        self._on_hang = on_hang
+        self._status = status
         self._alive_at = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -169,6 +158,6 @@ class Watchdog:
         reason = (
             f"no step for {silent_s:.0f} s (--collective_timeout_s={self._timeout_s:g}); {stacks}"
         )
-        self._on_hang(reason)  # before the log, whose lock may be held by the thread that hangs
+        self._status.fail(reason)  # before the log, whose lock may be held by the thread that hangs
         rank_log.error(reason)
         time.sleep(3 * pause_s)  # torchrun kills the other ranks: let them write first

@@ -28,13 +28,17 @@ if TYPE_CHECKING:
 
 
 class RunDir:
-    """The folders of a run. Only rank 0 calls the methods."""
+    """The folders of a run. Only rank 0 calls the methods.
+
+    attempt   number of this launch of the run, from 1; 0 until the folders are open
+    """
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.folder = Path(cfg.output_dir)
         self.checkpoints = Path(cfg.ckpt_save_path)
         self.stop_file = self.folder / "STOP"
         self.log_file = self.folder / "log.txt"
+        self.attempt = 0
         self._locks: dict[Path, TextIO] = {}
         self._is_new = False
 
@@ -97,9 +101,9 @@ class RunDir:
             if step > start_step:
                 _rename(exports / f"step_{step}", "superseded", "export")
 
-    def write_config(self, run: RunConfig, attempt: int) -> None:
+    def write_config(self, run: RunConfig) -> None:
         text = json.dumps(run.content, indent=1) + "\n"
-        for name in (f"config.{attempt}.json", "config.json"):
+        for name in (f"config.{self.attempt}.json", "config.json"):
             write_atomically(self.folder / name, text)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,20 +11,29 @@ from typing import TYPE_CHECKING
 import torch
 
 from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.config.parse import Parsed
 from fms_fsdp.data.corpus import Corpus, open_corpus
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import on_every_rank, run_long_on_rank0, run_on_rank0
+from fms_fsdp.distributed.runtime import (
+    World,
+    on_every_rank,
+    run_long_on_rank0,
+    run_on_rank0,
+)
 from fms_fsdp.errors import UserError, checking_input
+from fms_fsdp.metrics.timer import LaunchPhases
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.optim.optimizers import Optimizers
+from fms_fsdp.run.memory import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint
+from fms_fsdp.run.run_dir import RunDir
 from fms_fsdp.state import RunConfig, TrainState
 
 if TYPE_CHECKING:
-    from fms_fsdp.data.validation import HeldOutListing
+    from fms_fsdp.data.validation import HeldOut, HeldOutListing
     from fms_fsdp.distill import Teacher
     from fms_fsdp.samples import Prompts
 
@@ -46,6 +56,51 @@ class Found:
     @property
     def vocab_size(self) -> int | None:
         return None if self.corpus is None else self.corpus.vocab_size
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A planned launch: its settings, its inputs, and its place on disk.
+
+    data_changes   changes of the data since the checkpoint, for the log
+    notes          flags without effect, and settings of the environment that are ignored
+    """
+
+    parsed: Parsed[TrainConfig]
+    phases: LaunchPhases
+    device: torch.device
+    found: Found
+    run: RunConfig
+    budget: MemoryBudget
+    run_dir: RunDir
+    stream: Stream
+    data_changes: list[str]
+    held_out: tuple[HeldOut, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> World:
+        return self.budget.machine.world
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.budget.machine.compiles(self.run.config.parallel)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of the device that this rank may use."""
+        return self.budget.machine.memory[self.device.type]
+
+    @property
+    def start_step(self) -> int:
+        """The last step before this launch."""
+        return self.found.resume.start.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the launches before have left nothing to do."""
+        start = self.found.resume.start
+        return start.step == self.run.num_steps and not start.evaluation_pending
 
 
 def find_corpus(cfg: TrainConfig) -> Corpus | None:
@@ -146,6 +201,17 @@ def open_stream(
     return stream, changes
 
 
+def open_evaluations(run: RunConfig, found: Found, at_end: ExitStack) -> tuple[HeldOut, ...]:
+    """Returns the held-out data of the evaluations; `at_end` closes it."""
+    if not found.held_out:
+        return ()
+    from fms_fsdp.data.validation import close_held_out, open_held_out
+
+    held_out = open_held_out(run.config.eval, found.held_out, run.batch.global_batch_size)
+    at_end.callback(close_held_out, held_out)
+    return held_out
+
+
 def check_length(run: RunConfig, stream: Stream) -> None:
     """Raises UserError if the run is longer than --max_epochs allows."""
     if stream.last_step is not None and run.num_steps > stream.last_step:
@@ -165,12 +231,6 @@ def check_failed_step(stream: Stream, step: int | None, start: int) -> None:
     if step is not None and step > start:
         with checking_input(on_one_rank=True, data_step=step):
             stream.batch_at(step)
-
-
-def tokens_between_evaluations(cfg: TrainConfig, corpus: Corpus | None) -> int:
-    """Returns the tokens of `--eval_epochs` passes over the data; 0 without the flag."""
-    sources = () if corpus is None else corpus.sources
-    return round(cfg.eval.eval_epochs * sum(source.num_tokens for source in sources))
 
 
 def initial_state(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fms_fsdp.errors import (
     RunFailed,
@@ -30,6 +30,9 @@ from fms_fsdp.errors import (
 )
 from fms_fsdp.files import read_json, try_lock, write_atomically
 from fms_fsdp.run.agent import agent_pid, await_rank0, release_ranks
+
+if TYPE_CHECKING:
+    from fms_fsdp.state import TrainState
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -48,8 +51,9 @@ class RunStatus:
         self.restart = env_int("TORCHELASTIC_RESTART_COUNT", 0)
         self.folder: Path | None = None  # until this rank may write into the run directory
         self.has_agent = agent_pid() != 0
-        self.is_training = False  # until then, a file that cannot be used is bad input
-        self.current_step: Callable[[], int] = lambda: 0
+        self._start_step = 0
+        # Once the training begins; until then, a file that cannot be used is bad input.
+        self._state: TrainState | None = None
         self.is_asked_to_end = False  # by a signal that came after the outcome: another rank ended
         self.outcome = ""
         self.reason = ""
@@ -70,6 +74,7 @@ class RunStatus:
     def open(self, folder: Path, start_step: int) -> None:
         """Writes status.json into the run directory from here on: its lock is held."""
         self.folder = folder
+        self._start_step = start_step
         if self.rank == 0:
             size = env_int("WORLD_SIZE", 1)
             self._worlds = read_json(folder / "status.json").get("worlds", [])
@@ -82,6 +87,10 @@ class RunStatus:
                     # train.slurm and pulse.sh read it.
                     write_atomically(folder / "slurm_job", f"{job}\n")
         self._write_outcome(RUNNING)
+
+    def follow(self, state: TrainState) -> None:
+        """Records the steps of the training from here on, which begins."""
+        self._state = state
 
     def save_step(self) -> None:
         """Writes the current step into status.json of a running launch, at most once a second."""
@@ -113,7 +122,7 @@ class RunStatus:
             self.print(f"[rank {self.rank}] then {type(error).__name__}: {error}")
             return
         self._reported = error
-        if not self.is_training and is_for_user(error) and not isinstance(error, UserError):
+        if self._state is None and is_for_user(error) and not isinstance(error, UserError):
             error = UserError(str(error))
         if isinstance(error, OSError) and is_storage_failure(error) and error.filename is not None:
             error = read_failed(error.filename, error.strerror, on_one_rank=self.rank != 0)
@@ -297,7 +306,7 @@ class RunStatus:
     def _write(self, path: Path, status: str, **more: int) -> None:
         content = {
             "status": status,
-            "step": self.current_step(),
+            "step": self._start_step if self._state is None else self._state.step,
             "reason": self.reason,
             "worlds": self._worlds,
         }

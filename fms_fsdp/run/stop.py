@@ -14,19 +14,20 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from fms_fsdp.config.training import TrainingConfig
+from fms_fsdp.config import TrainConfig
 from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.run.agent import agent_pid
 from fms_fsdp.run.status import RESUME_ME, RunStatus
 
 if TYPE_CHECKING:
     from fms_fsdp.distributed.runtime import HostCopy
+    from fms_fsdp.run.checkpoints import CheckpointManager
     from fms_fsdp.state import TrainState
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -36,8 +37,8 @@ class StopSignals:
     """SIGTERM, SIGINT, SIGUSR1, SIGHUP ask for a stop after the step; a second SIGINT interrupts.
 
     A thread reads them from a pipe, because handlers do not run inside a collective. Before the
-    first step there is nothing to save, and the process ends at once. A save that this rank has
-    written (`is_committing`) is not interrupted. Only Python's main thread can handle signals;
+    first step there is nothing to save, and the process ends at once. A save of `checkpoints` that
+    this rank has written is not interrupted. Only Python's main thread can handle signals;
     `notes` says so in other threads.
     """
 
@@ -47,7 +48,7 @@ class StopSignals:
         self._status = status
         self._interrupts = 0
         self.came_to_peer = False  # a signal to another rank has ended the launch
-        self.is_committing: Callable[[], bool] = lambda: False
+        self.checkpoints: CheckpointManager | None = None
         self.notes: list[str] = []
         self._agent = agent_pid()
         self._pipe, writer = os.pipe()
@@ -81,7 +82,8 @@ class StopSignals:
         if number != signal.SIGINT:
             return
         self._interrupts += 1
-        if self._interrupts > 1 and not self.is_committing():
+        is_committing = self.checkpoints is not None and self.checkpoints.is_committing
+        if self._interrupts > 1 and not is_committing:
             raise KeyboardInterrupt
 
     def _listen(self) -> None:
@@ -114,23 +116,20 @@ class StopControl:
     is_requested     whether any rank was asked to stop: no evaluation begins, and one under way ends.
                      A limit that was reached (`--exit_interval`) is no request
     reads_fail       whether the storage of any rank fails: the launch saves and ends as failed
-    sum_over_ranks   sums numbers over all ranks
     """
 
     def __init__(
         self,
-        cfg: TrainingConfig,
+        cfg: TrainConfig,
         stop_file: Path,
         signals: StopSignals,
         is_main: bool,
-        eval_interval: int = 0,
-        sum_over_ranks: Callable[[Sequence[int]], Sequence[int]] = list,
     ) -> None:
-        self.cfg = cfg
+        self.cfg = cfg.training
         self.stop_file = stop_file
         self.signals = signals
         self.is_main = is_main
-        self.eval_interval = eval_interval
+        self.eval_interval = cfg.eval.eval_interval
         self.save_s = 0.0
         self.eval_s = 0.0
         self._longest_eval_s = 0.0
@@ -141,7 +140,6 @@ class StopControl:
         self._pending: HostCopy | None = None
         self.is_requested = False
         self.reads_fail = False
-        self._sum_over_ranks = sum_over_ranks
 
     def check_start(self, state: TrainState) -> None:
         """Ends the launch before its first step if `--exit_step` is reached already."""
@@ -219,11 +217,13 @@ class StopControl:
 
     def interrupts(self, state: TrainState) -> bool:
         """Returns whether an evaluation must end at its next batch (collective: every rank)."""
+        from fms_fsdp.distributed.runtime import sum_over_ranks
+
         if not self.is_requested:
             # The margin keeps the time of an evaluation that is due: this is that evaluation.
             requests = self._requests(state, self.margin_s() - self._eval_margin_s())
             has_read_error = int(state.current.read_error is not None)
-            self._decide(state, self._sum_over_ranks([*requests, has_read_error]))
+            self._decide(state, sum_over_ranks([*requests, has_read_error]))
         return self.is_requested
 
     def _decide(self, state: TrainState, requests: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ from fms_fsdp.console import table
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import flops_per_token, num_params
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.plan import candidates, largest_fit, plan, resolve
+from fms_fsdp.plan import candidates, complete, largest_fit, plan, resolve
 from fms_fsdp.predict.devices import Device, find_device
 from fms_fsdp.predict.memory import GIB, Memory, Step
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
@@ -426,7 +426,8 @@ def _estimates_that_fit(config: EstimateConfig) -> Iterator[Estimate]:
     for layout in _layouts(config):
         tried = replace(config, parallel=layout)
         try:
-            groups = candidates(with_batch(tried), config.machine)
+            undecided = complete(with_batch(tried), config.machine)
+            groups = candidates(undecided, config.machine)
         except UserError:
             continue
         for group in groups:

@@ -302,7 +302,7 @@ def check_run(
         config = replace(config, training=any_length)
     elif "num_steps" not in missing:
         steps = plan_length(config, batch, model.vocab_size, NOTHING)
-        points = plan_schedule(config, batch, steps, NOTHING.resume)
+        points = plan_schedule(config, batch, steps)
         unit = "tokens" if points.in_tokens else "steps"
         yield f"steps: {steps:,}"
         yield (

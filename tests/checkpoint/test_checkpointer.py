@@ -41,7 +41,6 @@ from fms_fsdp.checkpoint.folders import (
     read_metadata,
 )
 from fms_fsdp.checkpoint.io import SaveFailed, collect_tensors, load_checkpoint, write_checkpoint
-from fms_fsdp.checkpoint.manager import CheckpointManager
 from fms_fsdp.config import CheckpointConfig, OptimConfig, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
@@ -50,6 +49,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
+from fms_fsdp.run.checkpoints import CheckpointManager
 from fms_fsdp.state import CurrentStep, TrainMetadata
 from tests.checkpoint.signing import sign
 from tests.distributed.launch import run_ranks
@@ -114,10 +114,13 @@ def manager_of(
     state: Any = SimpleNamespace(
         model=model, optimizers=optimizers, stream=stream, **seen, **ends, **health
     )
-    known: Any = {"is_main": not dist.is_initialized() or dist.get_rank() == 0} | more
-    for name in ("event", "settle", "alive"):
-        known.setdefault(name, lambda *_, **__: None)
-    return CheckpointManager(run, root, 1, state, **known), state
+    run_dir: Any = SimpleNamespace(checkpoints=root, attempt=1, folder=root.parent)
+    mesh: Any = SimpleNamespace(is_main=not dist.is_initialized() or dist.get_rank() == 0)
+
+    def ignore(*_: object, **__: object) -> None: ...
+
+    others: Any = SimpleNamespace(settle=ignore, alive=ignore, event=more.pop("event", ignore))
+    return CheckpointManager(run, run_dir, mesh, state, others, others, others, **more), state
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -212,7 +215,7 @@ def test_saves_wait_without_memory_for_copies(
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
 
     if why == "CUDA error":
-        monkeypatch.setattr("fms_fsdp.checkpoint.manager.host_copies", cannot_pin)
+        monkeypatch.setattr("fms_fsdp.run.checkpoints.host_copies", cannot_pin)
     monkeypatch.setattr(logging.getLogger("fms_fsdp"), "propagate", True)
     model, optimizer = made(0)
     manager, state = manager_of(tmp_path, model, optimizer, in_background=True, host_bytes=100)
@@ -312,15 +315,17 @@ def test_only_complete_folders_count(tmp_path: Path) -> None:
 def test_checkpoint_with_due_export_is_kept(tmp_path: Path) -> None:
     model, optimizer = made(0)
     due = {1}
-    more = {"keep_last_n": 1, "spared_steps": lambda: due}
-    manager, state = manager_of(tmp_path, model, optimizer, in_background=False, **more)
+    manager, state = manager_of(tmp_path, model, optimizer, in_background=False, keep_last_n=1)
+    exporter: Any = SimpleNamespace(
+        due_steps=lambda: due, finish=lambda alive, is_stopped: due.clear(), close=lambda: None
+    )
+    manager.exporter = exporter
     for step in (1, 2, 3):
         state.step = step
         manager.save(state, wait=True)
     manager.finish(state)
     assert checkpoint_steps(tmp_path) == [1, 3]
-    due.clear()
-    manager.delete_spared(state)
+    manager.finish_exports(state, lambda: False)
     assert checkpoint_steps(tmp_path) == [3]
     manager.close()
 

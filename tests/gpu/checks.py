@@ -49,7 +49,7 @@ def loss_of_any_vocabulary() -> None:
 
 def copies_in_pinned_memory() -> None:
     """Host copies are pinned, of their own size, and take what is copied to them."""
-    from fms_fsdp.checkpoint.manager import host_copies
+    from fms_fsdp.run.checkpoints import host_copies
 
     tensors = {str(size): torch.randn(size, device=GPU) for size in (1, 1000, 3_000_000)}
     copies = host_copies(tensors, 2**30)

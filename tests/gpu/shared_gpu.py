@@ -152,9 +152,9 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
     from fms_fsdp.run.machine import Machine
     from fms_fsdp.run.memory import MemoryBudget
     from fms_fsdp.run.run_dir import RunDir
-    from fms_fsdp.run.setup import Found, open_stream
-    from fms_fsdp.train import next_batch, train_step
-    from main_training import Launch, build, step_settings
+    from fms_fsdp.run.setup import Found, Launch, open_stream
+    from fms_fsdp.stages import build
+    from fms_fsdp.train import StepSettings, next_batch, train_step
 
     # Groups of earlier cases stay: torch caches layouts with their meshes, and may use them again.
     torch.compiler.reset()
@@ -191,7 +191,7 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
             expected = case.sizes.get(axis, 1)
             assert mesh.size(axis) == expected, f"axis {axis}: {mesh.size(axis)}, not {expected}"
 
-        settings = step_settings(launch, mesh)
+        settings = StepSettings.of(run, mesh, device)
         timer = PhaseTimer(device)
         losses = list[float]()
         norms = list[float]()

@@ -28,8 +28,8 @@ from fms_fsdp.metrics.hardware import (
     memory_stats,
 )
 from fms_fsdp.metrics.interval import IntervalMetrics, count_zero_gradients
-from fms_fsdp.metrics.logger import MetricsFile, report_line
 from fms_fsdp.metrics.timer import PhaseTimer
+from fms_fsdp.run.logger import MetricsFile, report_line
 from fms_fsdp.state import StepResult
 from tests.specs import resolved
 

@@ -7,12 +7,20 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from fms_fsdp.config import OptimConfig, ParallelConfig, Precision, PrecisionConfig
+from fms_fsdp.config import (
+    OptimConfig,
+    ParallelConfig,
+    Precision,
+    PrecisionConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import local_shards
@@ -202,9 +210,10 @@ def test_overflow_on_one_rank_skips_everywhere() -> None:
 def guarded(scale: LossScale, norms: str, limit: int = 2) -> int:
     """Returns the consecutive non-finite steps after steps of these norms, "x" for a NaN."""
     state, folder = bare_state(0, 9), Path("nowhere")
-    guard = NonFiniteGuard(
-        state, limit, folder, "--run_name=this", lambda step: f"data of step {step}.", scale
-    )
+    state.loss_scale = scale
+    state.stream = SimpleNamespace(batch_at=lambda step: None)  # type: ignore[assignment]
+    cfg = TrainConfig(training=TrainingConfig(max_bad_steps=limit))
+    guard = NonFiniteGuard(cfg, folder, ALONE, state)
     for step, norm in enumerate(norms, start=1):
         grad_norm = torch.tensor(math.nan if norm == "x" else 1.0)
         scale.update(grad_norm)
@@ -223,7 +232,8 @@ def test_overflows_are_logged_but_not_counted(caplog: pytest.LogCaptureFixture) 
 
 def test_overflow_at_lowest_scale_is_an_error() -> None:
     with pytest.raises(
-        RunFailed, match=r"step 3: .* 32 is --min_loss.*data of step 3\. .*--precision=bf16.*this$"
+        RunFailed,
+        match=r"step 3: .* 32 is --min_loss.*The data come.*--precision=bf16.*, with --run_name=\S+$",
     ):
         guarded(loss_scale(first=64, floor=32.0), "xxxx")
     assert guarded(loss_scale(64.0), "x.x.x", limit=2) == 1

@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from fms_fsdp.config import TrainConfig, TrainingConfig
+from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import HostCopy, rank_log
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.metrics.interval import SpikeDetector
 from fms_fsdp.run import status
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
+from fms_fsdp.state import TrainState
 from tests.states import bare_state
 
 
@@ -68,9 +72,17 @@ def test_gpu_values_are_read_after_their_work(
     assert HostCopy(numbers).read() == [1.0, 2.0]
 
 
+def guard_of(state: TrainState, limit: int, folder: Path) -> NonFiniteGuard:
+    """The guard of a run whose stream is a user's, which has no batch to describe."""
+    state.stream = SimpleNamespace(batch_at=lambda step: None)  # type: ignore[assignment]
+    cfg = TrainConfig(training=TrainingConfig(max_bad_steps=limit))
+    mesh = Mesh(ParallelDims("none"), 0, "cpu")
+    return NonFiniteGuard(cfg, folder, mesh, state)
+
+
 def test_non_finite_steps_are_counted_across_launches(tmp_path: Path) -> None:
     state = bare_state(3, 9, non_finite_steps=3)
-    guard, labels = NonFiniteGuard(state, 5, tmp_path), torch.tensor(8)
+    guard, labels = guard_of(state, 5, tmp_path), torch.tensor(8)
     guard.check(4, torch.tensor(torch.nan), labels)
     assert state.non_finite_steps == 4 and state.last_finite_step == 0
     with pytest.raises(RunFailed, match=r"step 5 skipped: gradient norm is inf \(5 of at most"):
@@ -86,11 +98,11 @@ def test_non_finite_steps_are_counted_across_launches(tmp_path: Path) -> None:
 
 def test_steps_without_labels_do_not_count(tmp_path: Path, caplog: Any) -> None:
     state = bare_state(2, 9)
-    guard = NonFiniteGuard(state, 1, tmp_path, describe=lambda step: f"data of {step}")
+    guard = guard_of(state, 1, tmp_path)
     logging.getLogger("fms_fsdp").propagate = True
     guard.check(3, torch.tensor(0.0), torch.tensor(0))
     assert state.non_finite_steps == state.last_finite_step == 0
-    assert "step 3 has no labels; it changed nothing. data of 3" in caplog.text
+    assert "step 3 has no labels; it changed nothing. The data come from a custom" in caplog.text
 
 
 def work_then_hang(folder: Path) -> None:
@@ -100,7 +112,8 @@ def work_then_hang(folder: Path) -> None:
         with (folder / "said.txt").open("a") as file:
             file.write(f"{word}\n")
 
-    watchdog = Watchdog(1.5, folder / "stacks" / "rank0.txt", lambda reason: say("hang"))
+    status: Any = SimpleNamespace(fail=lambda reason: say("hang"))
+    watchdog = Watchdog(1.5, folder / "stacks" / "rank0.txt", status)
     say("ready")
     for _ in range(20):
         watchdog.alive()
@@ -134,11 +147,12 @@ def test_suspended_process_is_not_declared_hung(tmp_path: Path) -> None:
 def hang_without_report(folder: Path) -> None:
     """Holds the lock of the log, and cannot write its stacks."""
     status.REPORT_S = 1.0
+    launch: Any = SimpleNamespace(fail=(folder / "reason.txt").write_text)
     handler = logging.StreamHandler()
     rank_log.addHandler(handler)
     handler.acquire()
     (folder / "stacks").write_text("a file")
-    Watchdog(0.3, folder / "stacks" / "rank0.txt", (folder / "reason.txt").write_text)
+    Watchdog(0.3, folder / "stacks" / "rank0.txt", launch)
     time.sleep(60)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import TrainingConfig
+from fms_fsdp.config import TrainConfig, TrainingConfig
 from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.run.status import RunStatus
 from fms_fsdp.run.stop import StopControl, StopSignals
@@ -22,7 +22,8 @@ from tests.states import bare_state
 def limits(folder: Path, save_s: float = 20.0, **flags: float) -> StopControl:
     # real signals would be those of the tests' own process
     signals: Any = SimpleNamespace(name="", can_save=False)
-    stop = StopControl(TrainingConfig(**flags), folder / "STOP", signals, True)  # type: ignore[arg-type]
+    cfg = TrainConfig(training=TrainingConfig(**flags))  # type: ignore[arg-type]
+    stop = StopControl(cfg, folder / "STOP", signals, True)
     stop.save_s = save_s
     return stop
 
@@ -108,27 +109,31 @@ def test_the_stop_file_is_seen_by_rank_0_alone_and_ends_the_launch(tmp_path: Pat
     assert stepped(limits(tmp_path), beginning()) == f"stopped by the file {tmp_path / 'STOP'}"
 
 
-def test_request_of_another_rank_interrupts(tmp_path: Path) -> None:
+def test_request_of_another_rank_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An evaluation asks all ranks before each batch; the clock keeps no time for it any more."""
     asked = [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
     stop, progress = limits(tmp_path, exit_duration_in_mins=1000), beginning()
-    stop._sum_over_ranks = lambda requests: asked.pop(0)
+    name = "fms_fsdp.distributed.runtime.sum_over_ranks"
+    monkeypatch.setattr(name, lambda requests: asked.pop(0))
     assert not stop.interrupts(progress) and not progress.stop_reason
     assert stop.interrupts(progress) and stop.interrupts(progress)
     assert progress.stop_reason == "stopped by a signal to another rank"
+    monkeypatch.undo()
     stop = limits(tmp_path, exit_interval=1)
     assert stepped(stop, progress) and not stop.interrupts(progress)  # nobody asked
 
 
 def test_the_second_interrupt_ends_the_launch_at_once_and_the_first_does_not() -> None:
     heard = StopSignals.__new__(StopSignals)  # the whole one would take the signals of this process
-    heard._interrupts, is_committing = 0, [False]
-    heard.is_committing = lambda: is_committing[0]
+    checkpoints: Any = SimpleNamespace(is_committing=False)
+    heard._interrupts, heard.checkpoints = 0, checkpoints
     heard._count(signal.SIGINT, None)
     heard._count(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
         heard._count(signal.SIGINT, None)
-    is_committing[0] = True  # then the launch ends soon, with the checkpoint
+    checkpoints.is_committing = True  # then the launch ends soon, with the checkpoint
     heard._count(signal.SIGINT, None)
 
 

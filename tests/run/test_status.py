@@ -11,13 +11,15 @@ import sys
 import time
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import NoReturn, cast
 
 import pytest
 
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.run.agent import agent_pid, await_rank0
 from fms_fsdp.run.status import FINISHED, RESUME_ME, RunStatus
+from fms_fsdp.state import TrainState
 from tests.cli import ROOT
 
 
@@ -30,7 +32,7 @@ def test_status_of_finished_run(tmp_path: Path) -> None:
     with RunStatus() as launch:
         launch.open(tmp_path, 0)
         assert status(tmp_path)["status"] == "running"
-        launch.current_step = lambda: 7
+        launch.follow(cast(TrainState, SimpleNamespace(step=7)))
         launch.end(FINISHED, "done")
     assert launch.exit_status == 0
     ended = {"status": "finished", "step": 7, "reason": "done", "worlds": [[0, 1]]}
@@ -73,7 +75,7 @@ def test_step_of_rank0_waits_for_the_end_of_another_rank(tmp_path: Path) -> None
     """Otherwise rank 0 replaces an end that was written since it looked."""
     rank0 = RunStatus()
     rank0.open(tmp_path, 0)
-    rank0.current_step = lambda: 7
+    rank0.follow(cast(TrainState, SimpleNamespace(step=7)))
     with open(tmp_path / "log.txt", "ab") as log:
         fcntl.flock(log, fcntl.LOCK_EX)  # another rank writes its end
         saving = Thread(target=rank0.save_step)

@@ -20,6 +20,7 @@ from fms_fsdp.config.flag import non_defaults
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.run.status import RunStatus
 from pathlib import Path
+from types import SimpleNamespace
 config = parse_flags(TrainConfig, sys.argv[1:])
 folder = Path(config.output_dir)
 folder.mkdir(parents=True, exist_ok=True)
@@ -28,7 +29,7 @@ launch.open(folder, 0)
 called = {"argv": sys.argv[1:], "env": dict(os.environ), "changed": non_defaults(config)}
 Path("called.json").write_text(json.dumps(called))
 def end(status, code):
-    launch.current_step = lambda: 3
+    launch.follow(SimpleNamespace(step=3))
     reason = os.environ.get("REASON", "as told")
     launch.end(status, reason)
     print(f"{status}: {reason}", flush=True)

@@ -40,9 +40,10 @@ from fms_fsdp.metrics.interval import (
     count_zero_gradients,
     global_fingerprint,
 )
-from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.metrics.trackers import Record, finite_numbers, open_trackers
-from fms_fsdp.state import RunConfig, StepResult, TrainState
+from fms_fsdp.run.setup import Launch
+from fms_fsdp.state import StepResult, TrainState
 
 _PACE_REPORTS = 20  # number of reports whose mean pace gives the time left
 MAX_SOURCES = 64  # with more, two fields of each source would be most of metrics.jsonl
@@ -54,33 +55,23 @@ _BLOCK_BYTES = 1 << 16
 class MetricLogger:
     """Reports the first, the last and every `report_interval`-th step.
 
-    Other components log their measurements with `log`, `log_text` and `event`. `memory_bytes` are
-    those that this rank may use; 0 if unknown.
+    Other components log their measurements with `log`, `log_text` and `event`.
     """
 
-    def __init__(
-        self,
-        run: RunConfig,
-        device: torch.device,
-        mesh: Mesh,
-        state: TrainState,
-        attempt: int,
-        timer: PhaseTimer,
-        phases: LaunchPhases,
-        memory_bytes: int = 0,
-        is_compiled: bool = False,
-    ) -> None:
+    def __init__(self, launch: Launch, mesh: Mesh, state: TrainState, timer: PhaseTimer) -> None:
+        run = launch.run
         cfg = run.config
+        device = launch.device
         self._run = run
         self._device = device
         self._mesh = mesh
         self._cfg = cfg.log
         self._state = state
-        self._attempt = attempt
+        self._attempt = launch.run_dir.attempt
         self._timer = timer
-        self._phases = phases
-        self._memory_bytes = memory_bytes
-        self._is_compiled = is_compiled
+        self._phases = launch.phases
+        self._memory_bytes = launch.memory_bytes
+        self._is_compiled = launch.is_compiled
         self._advises_on_memory = device.type == "cuda"
         self._file = MetricsFile(
             Path(cfg.output_dir, "metrics.jsonl") if mesh.is_main else Path(os.devnull)

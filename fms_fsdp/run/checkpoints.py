@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,16 @@ from fms_fsdp.checkpoint.plans import SavePlans
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.dtensor import local_shard, sharded_like
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import log, rank_log
 from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.run.health import NonFiniteGuard, Watchdog
+from fms_fsdp.run.logger import MetricLogger
+from fms_fsdp.run.run_dir import RunDir
 from fms_fsdp.state import RunConfig, TrainMetadata, TrainState
+
+if TYPE_CHECKING:
+    from fms_fsdp.hf.exporter import Exporter
 
 SAVE_TIMEOUT_S = 3600.0  # of one save; a rank that waits for another rank's save does not hang
 
@@ -36,39 +43,42 @@ SAVE_TIMEOUT_S = 3600.0  # of one save; a rank that waits for another rank's sav
 class CheckpointManager:
     """Saves and deletes the checkpoints of a launch. All methods are collective.
 
-    `settle()` completes `state.non_finite_steps` and `state.last_finite_step`, which may lag a step
-    behind on a GPU. `alive(extra_s)` extends the watchdog's deadline, because this rank may wait
-    for another rank's save. `event` records a failure in metrics.jsonl. `save_s`: duration of the
-    last save, at first an estimate. `host_bytes`: host memory that the copies of this rank may
-    take. `spared_steps` returns the steps that are not deleted yet, because an export needs them.
+    guard        completes the counts of finite steps in the state, which lag a step behind on a GPU
+    watchdog     waits longer during a save, because this rank may wait for another rank's
+    metrics      metrics.jsonl records a failure
+    save_s       duration of the last save, at first an estimate
+    host_bytes   host memory that the copies of this rank may take
     """
 
     def __init__(
         self,
         run: RunConfig,
-        root: Path,
-        attempt: int,
+        run_dir: RunDir,
+        mesh: Mesh,
         state: TrainState,
-        *,
-        is_main: bool,
-        settle: Callable[[], object],
-        alive: Callable[[float], None],
-        event: Callable[..., None],
+        guard: NonFiniteGuard,
+        watchdog: Watchdog,
+        metrics: MetricLogger,
         save_s: float = 0.0,
         host_bytes: int = 2**62,
-        spared_steps: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.run = run
         self.cfg = run.config.checkpoint
-        self.root = root
-        self.attempt = attempt
-        self.is_main = is_main
-        self.settle = settle
-        self.alive = alive
-        self.event = event
+        self.root = run_dir.checkpoints
+        self.attempt = run_dir.attempt
+        self.is_main = mesh.is_main
+        self.guard = guard
+        self.watchdog = watchdog
+        self.metrics = metrics
+        self.exporter: Exporter | None = None
+        if self.cfg.export_interval:
+            from fms_fsdp.hf.exporter import Exporter
+
+            exports = run_dir.folder / "exports"
+            interval = self.cfg.export_interval
+            self.exporter = Exporter(interval, self.root, exports, state.step, is_main=mesh.is_main)
         self.save_s = save_s
         self.host_bytes = host_bytes
-        self.spared_steps = spared_steps
         cfg = self.cfg
         self.schedule = parse_schedule(cfg.checkpoint_schedule, cfg.checkpoint_interval)
         self.policy = KeepPolicy.from_config(cfg)
@@ -77,8 +87,8 @@ class CheckpointManager:
         self._written: set[int] = set()
         self._complete = folders.CompleteCheckpoints()
         self._has_old = bool(self.policy.last)
-        if is_main:
-            for folder in folders.clean_up(root):
+        if self.is_main:
+            for folder in folders.clean_up(self.root):
                 log.info("deleted %s, left by an interrupted save", folder)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if torch.cuda.is_available():  # a new thread would use the first GPU
@@ -120,7 +130,7 @@ class CheckpointManager:
     def save(self, state: TrainState, *, wait: bool) -> None:
         """Starts a save; with `wait`, completes it."""
         self._collect(wait=True)
-        self.settle()
+        self.guard.settle()
         self._delete_if_confirmed(state)
         metadata = TrainMetadata(
             state.step,
@@ -181,26 +191,45 @@ class CheckpointManager:
     def finish(self, state: TrainState) -> None:
         """Deletes old checkpoints at the end of a run, where no later step confirms the newest."""
         self._collect(wait=True)
-        self.settle()
-        self.delete_spared(state)
+        self.guard.settle()
+        self._delete_at_end(state)
 
-    def delete_spared(self, state: TrainState) -> None:
-        """Deletes the checkpoints that `finish` has spared and that nothing needs any more."""
-        if self.policy.last and self.is_main and not state.non_finite_steps:
-            self.alive(SAVE_TIMEOUT_S)
-            self._delete_old()
-            self.alive(0.0)
+    def export_if_due(self, state: TrainState) -> None:
+        """Begins the export of a checkpoint that is complete."""
+        if self.exporter is not None:
+            self.exporter.run_if_due(state)
+
+    def finish_exports(self, state: TrainState, is_stopped: Callable[[], bool]) -> None:
+        """Completes the exports of the run, unless `is_stopped()`, and deletes the checkpoints that
+        only they needed."""
+        if self.exporter is not None:
+            self.exporter.finish(self.watchdog.alive, is_stopped)
+            self._delete_at_end(state)
+
+    @property
+    def has_due_exports(self) -> bool:
+        return self.exporter is not None and bool(self.exporter.due_steps())
 
     def close(self) -> None:
-        """Completes the work in flight."""
+        """Drops a running export, and completes the work in flight."""
         try:
-            self._collect(wait=True)
+            if self.exporter is not None:
+                self.exporter.close()
         finally:
-            self._pool.shutdown(wait=False)
+            try:
+                self._collect(wait=True)
+            finally:
+                self._pool.shutdown(wait=False)
+
+    def _delete_at_end(self, state: TrainState) -> None:
+        if self.policy.last and self.is_main and not state.non_finite_steps:
+            self.watchdog.alive(SAVE_TIMEOUT_S)
+            self._delete_old()
+            self.watchdog.alive()
 
     def _collect(self, *, wait: bool) -> SaveFailed | None:
         """Takes the result of the background work; a failed save is logged and returned."""
-        self.alive(SAVE_TIMEOUT_S)
+        self.watchdog.alive(SAVE_TIMEOUT_S)
         try:
             while self._work and (wait or self._work[0].done()):
                 self._work.pop(0).result()
@@ -209,7 +238,7 @@ class CheckpointManager:
             step = self._saving
             text = "the checkpoint of step %d was not written: %s; the newest is of step %d"
             log.error(text, step, error, self.newest)
-            self.event("save_failed", step, reason=str(error))
+            self.metrics.event("save_failed", step, reason=str(error))
             if self.is_main:
                 shutil.rmtree(self.root / f"step_{step}.partial-{self.attempt}", ignore_errors=True)
             return error
@@ -217,7 +246,7 @@ class CheckpointManager:
             self._work.clear()
             raise
         finally:
-            self.alive(0.0)
+            self.watchdog.alive()
 
     def _allocate(self, tensors: Tensors) -> None:
         """Allocates the host copies; if there is no memory for them, the loop waits for saves."""
@@ -285,7 +314,7 @@ class CheckpointManager:
             log.warning("old checkpoints were not deleted: %s", error)
             return
         own = [step for step in steps if step <= self.start or step in self._written]
-        delete_old(self.root, own, self.policy, self.spared_steps, self._complete)
+        delete_old(self.root, own, self.policy, self.exporter, self._complete)
 
     def _warn_if_unranked(self, metadata: TrainMetadata) -> None:
         is_expected = metadata.validation_loss is not None or not self.cfg.ranks_evaluations
@@ -300,10 +329,10 @@ def delete_old(
     root: Path,
     steps: Iterable[int],
     policy: KeepPolicy,
-    spared_steps: Callable[[], Collection[int]],
+    exporter: Exporter | None,
     complete: folders.CompleteCheckpoints,
 ) -> None:
-    """Deletes the checkpoints of a run, of these steps, that the policy does not keep."""
+    """Deletes those of a run's checkpoints, of these steps, that neither policy nor exporter needs."""
     found: dict[int, TrainMetadata] = {}
     for step in steps:
         folder = root / f"step_{step}"
@@ -317,7 +346,7 @@ def delete_old(
             return
         if metadata is not None:
             found[step] = metadata
-    spared = spared_steps()
+    spared = () if exporter is None else exporter.due_steps()
     for step in policy.to_delete(found):
         if step in spared:
             continue

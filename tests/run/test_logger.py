@@ -17,17 +17,17 @@ from fms_fsdp.data.batch import empty_batch
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.metrics.hardware import find_utilization
-from fms_fsdp.metrics.logger import MetricLogger
-from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
+from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.flops import flops_per_token
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers
+from fms_fsdp.run.logger import MetricLogger
 from fms_fsdp.state import TrainState
 from fms_fsdp.tools.report import MAX_SOURCES, OTHER_SOURCES, load_run
 from tests.cli import events, metrics, run
 from tests.data.corpora import write_corpus
-from tests.specs import resolved
+from tests.specs import launch_of, resolved
 
 TIMES = {"step_time_ms": 500.0, "eval_ms": 0.0, "checkpoint_ms": 0.0, "logging_ms": 0.0}
 
@@ -73,9 +73,9 @@ def test_rates_and_mfu_are_per_device(
     state.samples_at_end = 10 * 24
     for _ in range(5):
         state.count(24, 24 * 4096)
-    mesh, timer = Mesh(dims, 0, "cpu"), PhaseTimer(cpu)
+    mesh = Mesh(dims, 0, "cpu")
     monkeypatch.setattr(mesh, "sum", lambda tensor, axis: tensor)  # there is one process
-    metrics = MetricLogger(run, cpu, mesh, state, 1, timer, LaunchPhases())
+    metrics = MetricLogger(launch_of(run), mesh, state, PhaseTimer(cpu))
     state.current.batch = empty_batch(3, 4096)
     record = metrics._measure(state, {"energy_j": 0.0}, TIMES)
     assert record["tokens_per_sec"] == pytest.approx(24 * 4096 / 0.5)
@@ -102,7 +102,7 @@ def test_zero_gradients_are_of_the_same_step(tmp_path: Path) -> None:
     optimizers = build_optimizers(cfg.optim, model)
     state = TrainState(model, optimizers, SimpleNamespace(consumption=dict), 10)  # type: ignore[arg-type]
     cpu = torch.device("cpu")
-    logger = MetricLogger(resolved(cfg), cpu, mesh, state, 1, PhaseTimer(cpu), LaunchPhases())
+    logger = MetricLogger(launch_of(resolved(cfg)), mesh, state, PhaseTimer(cpu))
     result: Any = SimpleNamespace(loss_scale=None)
     found = []
     for norm in (1.0, math.nan):
