@@ -21,8 +21,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from fms_fsdp.console import set_up_streams
-from fms_fsdp.cpu_tuning import before_torch
-from fms_fsdp.errors import check_installed
+from fms_fsdp.packages import check_installed
+from fms_fsdp.process import before_torch
 
 set_up_streams()
 check_installed()
@@ -100,7 +100,8 @@ def main(argv: list[str]) -> int:
 
 def end(status: RunStatus, outcome: str, reason: str, folder: Path | None = None) -> None:
     """Records and logs how the launch has ended."""
-    from fms_fsdp.distributed.runtime import log, shut_down
+    from fms_fsdp.distributed.runtime import shut_down
+    from fms_fsdp.logs import log
 
     status.end(outcome, reason)
     if folder is not None:

@@ -228,7 +228,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         worker(options.folder, options.variant, options.rounds)
-    from fms_fsdp.cpu_tuning import let_gpu_memory_grow
+    from fms_fsdp.process import let_gpu_memory_grow
 
     let_gpu_memory_grow()  # in the processes of torchrun
     about = about_machine()

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch  # noqa: E402
 
 from fms_fsdp.generate import Sampling, generate  # noqa: E402
-from fms_fsdp.hf.config import config_to_hf  # noqa: E402
+from fms_fsdp.hf.families import config_to_hf  # noqa: E402
 from fms_fsdp.hf.weights import fuse, weight_map  # noqa: E402
 from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402

@@ -30,7 +30,7 @@ from fms_fsdp.models.init import init_weights  # noqa: E402
 from fms_fsdp.models.llama import Llama  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS  # noqa: E402
 from fms_fsdp.optim.optimizers import Optimizers, build_optimizers, state_bytes  # noqa: E402
-from fms_fsdp.parallel.precision import cast_weights  # noqa: E402
+from fms_fsdp.parallel.dtypes import cast_weights  # noqa: E402
 
 REFERENCE, NOT_COUNTED = "torch_adamw", 2
 PURE = ("bf16_pure", "bf16_pure_compiled")

@@ -63,8 +63,8 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.fsdp import apply_fsdp
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.prepare import encode
-from fms_fsdp.prepare.files import Slice
-from fms_fsdp.prepare.formats import TextFormat
+from fms_fsdp.prepare.documents import TextFormat
+from fms_fsdp.prepare.input_files import Slice
 from fms_fsdp.prepare.writer import PreparedSource, ShardInfo, SliceResult, Stats
 from fms_fsdp.state import TrainMetadata
 

@@ -270,7 +270,7 @@ def main() -> None:
         rows = list(collectives(runs))
     else:
         rows = list(correctness(runs, part))
-    from fms_fsdp.distributed.runtime import versions
+    from fms_fsdp.versions import versions
 
     path = folder / "results.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -20,7 +20,7 @@ from fms_fsdp.plan import plan
 from fms_fsdp.predict.memory import GIB
 from fms_fsdp.predict.speed import sent
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 
 SEQUENCES, GPU_GIB = 1024, 80
 RECIPES = (

@@ -74,7 +74,7 @@ def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
 def memory_of(flags: str) -> dict[str, float]:
     """Returns the GiB of each part that `estimate` predicts for a rank."""
     from fms_fsdp.config.parse import parse_flags
-    from fms_fsdp.tools.estimate import EstimateConfig, estimate
+    from fms_fsdp.tools.estimate_command import EstimateConfig, estimate
 
     model, device, num_devices = SHAPE
     argv = [f"--model_variant={model}", f"--device={device}", f"--num_devices={num_devices}"]
@@ -121,7 +121,7 @@ def photograph_report(run: Path, path: Path) -> None:
     """
     from PIL import Image, ImageChops
 
-    from fms_fsdp.tools.report import load_run, render
+    from fms_fsdp.tools.report_command import load_run, render
 
     browser = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if browser is None:

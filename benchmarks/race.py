@@ -54,7 +54,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fms_fsdp.cpu_tuning import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
+from fms_fsdp.process import keep_freed_memory, let_gpu_memory_grow, set_thread_waiting
 
 # hidden_size, num_layers, num_attention_heads, num_kv_heads, ffn_hidden_size, vocab_size, tied, batch, length
 SHAPES = {

@@ -31,7 +31,7 @@ def about_machine() -> dict[str, Any]:
     """Returns the command, date, hardware, load and versions."""
     import torch
 
-    from fms_fsdp.distributed.runtime import versions
+    from fms_fsdp.versions import versions
 
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []

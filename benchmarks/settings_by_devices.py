@@ -18,7 +18,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.plan import plan
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 
 GPU_GIB = 80
 MODELS, DEVICES = ("7b", "13b", "34b", "70b"), (1, 8, 64, 512)

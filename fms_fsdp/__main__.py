@@ -15,18 +15,10 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fms_fsdp.console import set_up_streams
-from fms_fsdp.cpu_tuning import before_torch
-from fms_fsdp.errors import (
-    PROGRAM,
-    RunFailed,
-    UserError,
-    check_installed,
-    is_for_user,
-    is_storage_failure,
-    printing,
-    read_failed,
-)
+from fms_fsdp.console import PROGRAM, printing, set_up_streams
+from fms_fsdp.errors import RunFailed, UserError, is_for_user, is_storage_failure, read_failed
+from fms_fsdp.packages import check_installed
+from fms_fsdp.process import before_torch
 
 CALLED = PROGRAM or "python -m fms_fsdp"
 # command, of one word or two → (module:function, what it does); the type of the function's
@@ -45,19 +37,19 @@ COMMANDS = {
         "convert token ids of Megatron-LM, datatrove, Parquet or Arrow into token shards",
     ),
     "inspect step": (
-        "fms_fsdp.tools.inspect:print_step",
+        "fms_fsdp.tools.inspect_command:print_step",
         "list the files, documents and tokens of any step's sequences",
     ),
     "inspect verify": (
-        "fms_fsdp.tools.inspect:verify",
+        "fms_fsdp.tools.inspect_command:verify",
         "check every shard against its recorded counts, to the last token",
     ),
     "evaluate": (
-        "fms_fsdp.tools.evaluate:main",
+        "fms_fsdp.tools.evaluate_command:main",
         "compute the held-out loss of a checkpoint, or answer questions or tasks of lm-eval",
     ),
     "generate": (
-        "fms_fsdp.tools.generate:main",
+        "fms_fsdp.tools.generate_command:main",
         "continue a prompt with the model of a checkpoint",
     ),
     "import": (
@@ -66,31 +58,31 @@ COMMANDS = {
     ),
     "export": ("fms_fsdp.hf.export:main", "write a checkpoint as a Hugging Face checkpoint"),
     "ckpt list": (
-        "fms_fsdp.tools.ckpt:list_checkpoints",
+        "fms_fsdp.tools.ckpt_command:list_checkpoints",
         "list the checkpoints of a run: size, tokens, validation loss, health",
     ),
     "ckpt verify": (
-        "fms_fsdp.tools.ckpt:verify_checkpoints",
+        "fms_fsdp.tools.ckpt_command:verify_checkpoints",
         "check all files of the checkpoints against their checksums",
     ),
     "ckpt inspect": (
-        "fms_fsdp.tools.ckpt:inspect",
+        "fms_fsdp.tools.ckpt_command:inspect",
         "print shape, norm and spread of every tensor of a checkpoint",
     ),
     "ckpt prune": (
-        "fms_fsdp.tools.ckpt:prune_checkpoints",
+        "fms_fsdp.tools.ckpt_command:prune_checkpoints",
         "delete checkpoints after a step, and unfinished or corrupt ones",
     ),
     "estimate": (
-        "fms_fsdp.tools.estimate:main",
+        "fms_fsdp.tools.estimate_command:main",
         "predict memory, speed and days of a training, or find the fastest layout",
     ),
     "translate": (
-        "fms_fsdp.tools.translate:main",
+        "fms_fsdp.tools.translate_command:main",
         "convert the configuration of another trainer into a TOML file of flags",
     ),
     "report": (
-        "fms_fsdp.tools.report:main",
+        "fms_fsdp.tools.report_command:main",
         "write a page of curves and tables from run directories",
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -9,9 +10,15 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import TextIO
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, TextIO
 
+from fms_fsdp.process import env_rank
+
+# how the user called the commands; empty where main_training.py or another script runs
+_CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
+PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
 LINE_WIDTH = 110  # characters of a line, with its time
 _TIME_FORMAT = "%H:%M:%S"
 TIME_WIDTH = 9  # characters of the time and the space behind it
@@ -146,3 +153,24 @@ def rewrite_line(text: str) -> None:
     """Rewrites the last line of a command's terminal, if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Lets a program that reads the output, such as `head`, stop early without an error here."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        # Python uses this class for ESHUTDOWN as well, which a storage may answer for a file.
+        if error.errno != errno.EPIPE or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_and_end(text: str) -> NoReturn:
+    """Prints `text` on rank 0 and ends the process with exit code 0, for flags such as --help."""
+    if env_rank() == 0:
+        with printing():
+            print(text)
+    raise SystemExit(0)

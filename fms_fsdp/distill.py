@@ -29,10 +29,10 @@ from fms_fsdp.config import NUM_BYTES, Precision, TrainConfig
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.corpus import Corpus
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.trained import open_trained
 from fms_fsdp.hf.weights import load_weights
+from fms_fsdp.logs import log
 from fms_fsdp.models.attention import compiled
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel

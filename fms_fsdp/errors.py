@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import errno
-import importlib
-import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NoReturn
 
-# how the user called the commands; empty where main_training.py or another script runs
-_CALLED = os.path.basename(sys.argv[0].replace("/__main__.py", ""))
-PROGRAM = {"fms-fsdp": "fms-fsdp", "fms_fsdp": "python -m fms_fsdp"}.get(_CALLED, "")
-_PACKAGES = ("torch", "fire", "numpy", "pyarrow")  # without one of them no command works
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 # The path names nothing. After any other error, the file may be there.
 _ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
@@ -27,26 +19,6 @@ _ABOUT_CALLS |= {errno.EFBIG, errno.EMLINK, errno.EBUSY, errno.ETXTBSY, errno.EN
 _ABOUT_CALLS |= {errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EPIPE, errno.E2BIG}
 _ABOUT_CALLS |= {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 _ABOUT_CALLS |= {errno.ENOEXEC, errno.ECHILD, errno.ESRCH}
-
-
-def is_installed(name: str) -> bool:
-    """Returns whether a package can be imported.
-
-    A folder of its name is not the package: wandb writes its files into a folder wandb.
-    """
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None  # a folder without __init__.py has none
-
-
-def check_installed() -> None:
-    """Ends the process with one line, where a package is missing: mostly the environment is not active."""
-    for name in _PACKAGES:
-        if not is_installed(name):
-            remedy = (
-                "source .venv/bin/activate (bash scripts/train.sh makes it), or pip install -e ."
-            )
-            print(f"error: {sys.executable} has no package {name}; {remedy}", file=sys.stderr)
-            sys.exit(2)
 
 
 class UserError(ValueError):
@@ -124,25 +96,6 @@ def is_storage_failure(error: BaseException) -> bool:
     return error.errno not in (_ABOUT_PATHS | FULL_DISK | _ABOUT_CALLS)
 
 
-def import_function(name: str, flag: str) -> Any:
-    """Returns the user's function module:function, which a flag names.
-
-    Raises:
-        UserError: there is no such module or function. Errors of the module itself are not caught.
-    """
-    module, _, function = name.partition(":")
-    rule = f"{flag}={name[:200]} must be importable as module:function"
-    if not all(part.isidentifier() for part in (*module.split("."), function)):
-        raise UserError(f"{rule}; name a module on PYTHONPATH and a function in it")
-    try:
-        imported = importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"{rule}; {error}") from error
-    if not callable(found := getattr(imported, function, None)):
-        raise UserError(f"{rule}; module {module} has no function {function}")
-    return found
-
-
 def is_for_user(error: BaseException) -> bool:
     """Returns whether the user can correct the error: a UserError, a full disk, or a named file that is
     missing, forbidden or on a disk that cannot be written. Other errors, also of the system, are bugs."""
@@ -181,38 +134,3 @@ def note_once(text: str) -> None:
         log.info("note: %s", text)
     else:
         print(f"note: {text}", file=sys.stderr)
-
-
-@contextmanager
-def printing() -> Iterator[None]:
-    """Lets a program that reads the output, such as `head`, stop early without an error here."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError as error:
-        # Python uses this class for ESHUTDOWN as well, which a storage may answer for a file.
-        if error.errno != errno.EPIPE or error.filename is not None:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def env_rank() -> int:
-    """Returns the rank of torchrun's variables; 0 if they are incomplete, so that the process reports it."""
-    rank = env_int("RANK", 0)
-    is_complete = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return rank if is_complete and rank < env_int("WORLD_SIZE", 0) else 0
-
-
-def env_int(name: str, default: int) -> int:
-    """Returns the number in an environment variable, the default if it has none; World.from_env
-    rejects other texts."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() and len(text) < 7 else default
-
-
-def print_and_end(text: str) -> NoReturn:
-    """Prints `text` on rank 0 and ends the process with exit code 0, for flags such as --help."""
-    if env_rank() == 0:
-        with printing():
-            print(text)
-    raise SystemExit(0)

@@ -21,8 +21,8 @@ from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH, cut
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import ReadFailed, checking_input, note_once, raise_first
+from fms_fsdp.logs import log
 from fms_fsdp.parallel.fsdp import evaluating
 from fms_fsdp.state import TrainState
 
@@ -120,7 +120,7 @@ def evaluate(
                 sums[index, 1] = len(labels)
                 if source.token_bytes is not None:
                     sums[index, 2] = int(source.token_bytes[labels].sum())
-        sums[:, 0] = mesh.sum(losses, "row").cpu()
+        sums[:, 0] = mesh.sum(losses, "cp_pp").cpu()
         by_source = mesh.sum(sums, "dp").split(counts)
         return [[math.fsum(column) for column in part.T.tolist()] for part in by_source]
 

@@ -22,10 +22,10 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.checkpoint.trained import checkpoint_data, recorded_tokenizer, require_checkpoint
-from fms_fsdp.data.tokenizer import shards_bos_id
+from fms_fsdp.checkpoint.run_results import checkpoint_data, recorded_tokenizer, require_checkpoint
+from fms_fsdp.data.kept_tokenizer import shards_bos_id
 from fms_fsdp.errors import UserError
-from fms_fsdp.hf.tokenizer import find_hf_tokenizer, hf_text_rules
+from fms_fsdp.hf.hf_tokenizer import find_hf_tokenizer, hf_text_rules
 from fms_fsdp.hf.trained import check_no_step
 from fms_fsdp.hf.weights import fill, is_hf_checkpoint, open_checkpoint
 from fms_fsdp.models.attention import KVCache

@@ -36,9 +36,9 @@ from typing import Any, BinaryIO
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.values import shown
-from fms_fsdp.cpu_tuning import raise_open_file_limit
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import read_json
+from fms_fsdp.process import raise_open_file_limit
 
 SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 FINISHED, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75  # exit statuses

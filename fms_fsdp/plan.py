@@ -21,7 +21,7 @@ from typing import cast
 
 from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config import BatchPlan, OptimConfig, ParallelConfig, Precision, TrainConfig
-from fms_fsdp.config.batch import last_step, plan_batch
+from fms_fsdp.config.batch_plan import last_step, plan_batch
 from fms_fsdp.config.values import rounded_bytes
 from fms_fsdp.data.inspection import end_of_epochs
 from fms_fsdp.data.stream import TokenStream
@@ -36,7 +36,7 @@ from fms_fsdp.parallel.layout import check_float8, check_layout
 from fms_fsdp.predict.memory import checkpoint_bytes
 from fms_fsdp.run.checks import check_attention, check_folders, check_machine
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.memory import MemoryBudget, PredictionFailed
+from fms_fsdp.run.memory_budget import MemoryBudget, PredictionFailed
 from fms_fsdp.run.resume import ResumePoint, check_resume
 from fms_fsdp.run.setup import Found, open_stream
 from fms_fsdp.state import RunConfig, TrainMetadata
@@ -90,7 +90,7 @@ def resolve(cfg: TrainConfig, machine: Machine) -> Resolved:
 
 def _check_export(cfg: TrainConfig, model: TransformerConfig) -> None:
     if cfg.checkpoint.export_interval:
-        from fms_fsdp.hf.config import find_family
+        from fms_fsdp.hf.families import find_family
 
         find_family(model)
 

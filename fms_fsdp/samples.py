@@ -13,11 +13,11 @@ import torch
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.config.values import one_line
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
-from fms_fsdp.data.tokenizer import find_tokenizer, shards_bos_id
+from fms_fsdp.data.kept_tokenizer import find_tokenizer, shards_bos_id
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, encode_prompts, generate, read_lines, text_after
+from fms_fsdp.logs import log
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.fsdp import evaluating

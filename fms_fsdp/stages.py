@@ -23,6 +23,7 @@ from fms_fsdp.config.values import counted
 from fms_fsdp.distributed import runtime
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import run_on_rank0
+from fms_fsdp.logs import close_log_files, log, log_for_files, log_note, log_to_file, set_up_log
 from fms_fsdp.metrics.profiling import StepProfiler
 from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
 from fms_fsdp.optim.optimizers import build_optimizers
@@ -35,7 +36,7 @@ from fms_fsdp.run.checks import machine_notes
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from fms_fsdp.run.logger import MetricLogger
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 from fms_fsdp.run.resume import find_resume_point
 from fms_fsdp.run.run_dir import RunDir, check_shared
 from fms_fsdp.run.setup import Launch
@@ -56,7 +57,7 @@ def plan_launch(
     # Flags and this machine. A flag that is wrong in itself ends the launch before ranks connect.
     cfg = parsed.config
     world = runtime.World.from_env()
-    runtime.set_up_log(world, has_time=not parsed.dry_run)
+    set_up_log(world.rank, has_time=not parsed.dry_run)
     device = runtime.pick_device(world)
     machine = Machine.here(world, device)
     settings = resolve(cfg, machine)
@@ -129,10 +130,10 @@ def log_plan(launch: Launch) -> None:
     if launch.parsed.dry_run:
         lines += startup_log.describe_prediction(run, budget)
         lines.append(startup_log.describe_steps(run, launch.start_step))
-    runtime.log.info("\n".join(lines))
+    log.info("\n".join(lines))
     startup_log.warn_of_slow_precision(run.config.precision, budget.machine)
     for note in [*launch.notes, *startup_log.advise(run, launch.stream, start)]:
-        runtime.log_note(note)
+        log_note(note)
     if launch.world.rank == 0 and not launch.parsed.dry_run:  # a dry run reads no tokens
         startup_log.warn_of_missing_labels(launch.stream)
     found = launch.found
@@ -168,15 +169,15 @@ def begin_records(launch: Launch, failed_step: int | None, at_end: ExitStack) ->
     run_dir = launch.run_dir
     rank = launch.world.rank
     run_on_rank0(partial(run_dir.write_config, launch.run))
-    at_end.callback(runtime.close_log_files)
+    at_end.callback(close_log_files)
     if rank == 0:
-        runtime.log_to_file(run_dir.log_file)
-        runtime.log.info("run directory %s (attempt %d)", run_dir.folder, run_dir.attempt)
+        log_to_file(run_dir.log_file)
+        log.info("run directory %s (attempt %d)", run_dir.folder, run_dir.attempt)
     elif launch.run.config.log.log_all_ranks:
-        runtime.log_to_file(run_dir.folder / f"log.rank{rank}.txt")
+        log_to_file(run_dir.folder / f"log.rank{rank}.txt")
     setup.check_failed_step(launch.stream, failed_step, launch.start_step)
     log_plan(launch)
-    runtime.log_for_files(describe_flags(launch.parsed, launch.run.used_flags))
+    log_for_files(describe_flags(launch.parsed, launch.run.used_flags))
     launch.phases.done("data")
 
 
@@ -210,7 +211,7 @@ def make_due_exports(launch: Launch, signals: StopSignals) -> bool:
 def log_compilation(launch: Launch) -> None:
     blocks = counted(launch.run.model.num_layers, "block")
     fact = "it may take a minute; later launches use the compiler's cache"
-    runtime.log.info("compiling %s for the first step: %s", blocks, fact)
+    log.info("compiling %s for the first step: %s", blocks, fact)
 
 
 def build(launch: Launch) -> tuple[Mesh, TrainState]:

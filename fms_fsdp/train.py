@@ -276,7 +276,7 @@ def train_step(
     sums = mesh.sum(own.to(settings.device, non_blocking=True), "world")
     num_labels = sums[0]
     # FSDP averages over the ranks; the loss of the step is a mean over its labels.
-    factor = mesh.size("loss") / num_labels.clamp(min=1) * scale
+    factor = mesh.size("dp_cp") / num_labels.clamp(min=1) * scale
     loss_scale = None
     if state.loss_scale is not None:
         loss_scale = factor  # fp16 gradients of the logits need it, too

@@ -16,7 +16,8 @@ from pathlib import Path
 from fms_fsdp import launch
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import flag_texts, parse, parse_flags, replaced_by
-from fms_fsdp.errors import UserError, is_for_user, printing
+from fms_fsdp.console import printing
+from fms_fsdp.errors import UserError, is_for_user
 from scripts.quickstart_text import prepare_text
 from scripts.results import Stopwatch, print_results
 

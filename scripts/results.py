@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config.values import counted
-from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.files import read_json
 from fms_fsdp.launch import say
+from fms_fsdp.process import process_age_s
 
 LENGTHS = ("num_steps", "num_tokens", "num_samples", "num_epochs", "lr_decay")
 # The variables of train.sh that select what is trained, without its length.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fms_fsdp.hf.config import config_to_hf
+from fms_fsdp.hf.families import config_to_hf
 from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig

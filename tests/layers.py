@@ -16,8 +16,9 @@ PACKAGE = "fms_fsdp"
 ENTRY = "main_training.py"
 # Packages of one entry do not import one another.
 LAYERS = [
-    ["errors"],
-    ["compiler", "console", "cpu_tuning", "files"],
+    ["errors", "process"],
+    ["compiler", "console", "files", "packages"],
+    ["logs", "versions"],
     ["config"],
     ["launch"],
     ["distributed"],

@@ -11,7 +11,8 @@ import torch
 from fms_fsdp.config import FP32, BatchPlan, Precision, TrainConfig
 from fms_fsdp.config.parse import parse
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import World, log, pick_device, versions
+from fms_fsdp.distributed.runtime import World, pick_device
+from fms_fsdp.logs import log
 from fms_fsdp.metrics.timer import LaunchPhases
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.variants import VARIANTS
@@ -19,12 +20,13 @@ from fms_fsdp.plan import keep, plan_here, plan_length, plan_schedule, resolve
 from fms_fsdp.run import setup
 from fms_fsdp.run.checks import machine_notes
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint, check_resume
 from fms_fsdp.run.run_dir import RunDir
 from fms_fsdp.run.setup import Found, Launch
 from fms_fsdp.run.startup_log import warn_of_slow_precision
 from fms_fsdp.state import RunConfig, working_folder
+from fms_fsdp.versions import versions
 
 ALONE, ONE_ROW, ONE_PROCESS, FRESH = (
     ParallelDims("none"),

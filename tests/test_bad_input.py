@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.distributed.runtime import World, set_up_log
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
+from fms_fsdp.logs import set_up_log
 from fms_fsdp.run.stop import job_end
 from fms_fsdp.state import RunConfig
 from tests.cases import cases
@@ -47,7 +48,7 @@ def plan(*argv: str) -> RunConfig:
     """Resolves a launch up to its first collective; a flag given here replaces that of TINY."""
     given = {argument.partition("=")[0] for argument in argv}
     world = World(0, 0, 1, 1)
-    set_up_log(world)
+    set_up_log(world.rank)
     return planned([*(flag for flag in TINY if flag.partition("=")[0] not in given), *argv], world)
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import pytest
 
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH, Console, TimedLines, cut, fit
-from fms_fsdp.distributed.runtime import log, show_progress
+from fms_fsdp.logs import log, show_progress
 
 ERASE = "\r\x1b[K"
 

@@ -12,15 +12,8 @@ import pytest
 
 from fms_fsdp import __main__ as commands
 from fms_fsdp.data.shards import MissingShardError, ShardError
-from fms_fsdp.errors import (
-    MissingInput,
-    ReadFailed,
-    StorageError,
-    UserError,
-    checking_input,
-    import_function,
-    is_installed,
-)
+from fms_fsdp.errors import MissingInput, ReadFailed, StorageError, UserError, checking_input
+from fms_fsdp.packages import import_function, is_installed
 from tests import cli
 
 BUG = "operands could not be broadcast together"
@@ -72,7 +65,7 @@ def _run_command(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
     def fail(folder: str) -> None:
         raise error
 
-    monkeypatch.setattr("fms_fsdp.tools.ckpt._step_folders", fail, raising=True)
+    monkeypatch.setattr("fms_fsdp.tools.ckpt_command._step_folders", fail, raising=True)
     return commands.main(["ckpt", "verify", "--path=somewhere"])
 
 

@@ -38,7 +38,7 @@ from fms_fsdp.models.init import init_weights
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
-from fms_fsdp.tools.evaluate import (
+from fms_fsdp.tools.evaluate_command import (
     EvaluateConfig,
     _shape_of_evaluation,
     _Subject,

@@ -449,7 +449,7 @@ def test_former_names_of_kept_results_are_read() -> None:
 
 
 def test_positional_arguments_fill_the_list_flag() -> None:
-    from fms_fsdp.tools.report import ReportConfig
+    from fms_fsdp.tools.report_command import ReportConfig
 
     config = parse_flags(ReportConfig, ["runs/a", "runs/b", "--output=x.html"])
     assert (config.runs, config.output) == (("runs/a", "runs/b"), "x.html")

@@ -16,8 +16,9 @@ import pytest
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.parse import PRESETS
-from fms_fsdp.distributed.runtime import World, set_up_log
+from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError, checking_input
+from fms_fsdp.logs import set_up_log
 from tests.specs import planned
 from tests.warm import launch
 
@@ -134,7 +135,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(here)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    set_up_log(World(1, 0, 2, 2))  # quiet
+    set_up_log(1)  # quiet
     return tmp_path
 
 

@@ -16,7 +16,7 @@ from fms_fsdp.plan import candidates, complete, keep, plan
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.state import RunConfig, TrainMetadata
-from fms_fsdp.tools.translate import check_run
+from fms_fsdp.tools.translate_command import check_run
 from tests.cases import cases
 from tests.cli import TINY, run
 from tests.warm import launch

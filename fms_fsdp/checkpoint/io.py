@@ -55,9 +55,10 @@ from fms_fsdp.checkpoint.index import build_index, read_index
 from fms_fsdp.checkpoint.metadata import unpickle_metadata
 from fms_fsdp.checkpoint.plans import CachingPlanner, FinishedPlan, LayoutChanged, SavePlans
 from fms_fsdp.config.values import counted, format_bytes, shown
-from fms_fsdp.distributed.runtime import gather_objects, log, min_over_ranks
+from fms_fsdp.distributed.runtime import gather_objects, min_over_ranks
 from fms_fsdp.errors import FULL_DISK, StorageError, UserError, read_failed
 from fms_fsdp.files import exists, free_bytes, sync_folder, sync_to_disk
+from fms_fsdp.logs import log
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.state import TrainMetadata

@@ -4,8 +4,8 @@
 at startup: from the variant, the data, the world or the hardware. Standard library and fire only.
 """
 
-from fms_fsdp.config.batch import BatchPlan as BatchPlan
-from fms_fsdp.config.batch import plan_batch as plan_batch
+from fms_fsdp.config.batch_plan import BatchPlan as BatchPlan
+from fms_fsdp.config.batch_plan import plan_batch as plan_batch
 from fms_fsdp.config.checkpoint import CheckpointConfig as CheckpointConfig
 from fms_fsdp.config.data import DataConfig as DataConfig
 from fms_fsdp.config.evaluation import EvalConfig as EvalConfig

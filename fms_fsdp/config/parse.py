@@ -37,7 +37,8 @@ from fms_fsdp.config.train_config import (
     other_programs,
 )
 from fms_fsdp.config.values import did_you_mean, one_line, shown, typed
-from fms_fsdp.errors import PROGRAM, UserError, print_and_end
+from fms_fsdp.console import PROGRAM, print_and_end
+from fms_fsdp.errors import UserError
 from fms_fsdp.files import load_unique_json
 
 C = TypeVar("C")

@@ -7,7 +7,8 @@ from typing import Any
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.stream import Stream
-from fms_fsdp.errors import UserError, import_function
+from fms_fsdp.errors import UserError
+from fms_fsdp.packages import import_function
 
 REQUIRED = ("next_batch", "state_dict", "load_state_dict", "close")
 

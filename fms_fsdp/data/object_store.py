@@ -31,7 +31,8 @@ from fms_fsdp.data.storage import (
     read_range_of,
     reporting_progress,
 )
-from fms_fsdp.errors import MissingInput, StorageError, UserError, env_int, read_failed
+from fms_fsdp.errors import MissingInput, StorageError, UserError, read_failed
+from fms_fsdp.process import env_int
 
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours -> pyarrow's
 PAGE = 1 << 18

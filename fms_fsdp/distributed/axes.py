@@ -4,9 +4,9 @@ world = pp x dp_replicate x dp_shard x cp x tp     tp varies fastest, so its ran
 
 dp       dp_replicate x dp_shard       ranks that read different sequences
 shard    dp_shard x cp                 ranks over which FSDP shards
-loss     dp x cp                       ranks over which FSDP averages gradients
-row      pp x cp                       ranks that each have a part of the loss of a sequence
-losses   all but tp                    ranks whose losses are summed (0 without the last stage)
+dp_cp    dp x cp                       ranks over which FSDP averages gradients
+cp_pp    pp x cp                       ranks that each have a part of the loss of a sequence
+dp_cp_pp all but tp                    ranks whose losses are summed (0 without the last stage)
 replica  all but dp_replicate          ranks that hold one copy of the model
 
 fsdp, zero1, zero2: dp_shard = D, with D = world / (pp x cp x tp). ddp: dp_replicate = D.
@@ -22,9 +22,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 JOINED = {
     "dp": ("dp_replicate", "dp_shard"),
     "shard": ("dp_shard", "cp"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
-    "row": ("pp", "cp"),
-    "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "cp_pp": ("pp", "cp"),
+    "dp_cp_pp": ("pp", "dp_replicate", "dp_shard", "cp"),
     "replica": ("pp", "dp_shard", "cp", "tp"),
     "world": AXES,
 }

@@ -12,7 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.config.batch import divisors
+from fms_fsdp.config.batch_plan import divisors
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import World

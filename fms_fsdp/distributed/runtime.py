@@ -1,25 +1,17 @@
-"""Processes and devices: world, process group, decisions of rank 0, log, versions."""
+"""Processes and devices: world, process group, decisions of rank 0."""
 
 from __future__ import annotations
 
-import logging
 import os
-import platform
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -28,8 +20,6 @@ import torch.distributed as dist
 
 from fms_fsdp.config import ParallelConfig, TrainingConfig
 from fms_fsdp.config.values import shown
-from fms_fsdp.console import Console, TimedLines
-from fms_fsdp.cpu_tuning import keep_freed_memory, raise_open_file_limit
 from fms_fsdp.errors import (
     RunFailed,
     UserError,
@@ -37,12 +27,11 @@ from fms_fsdp.errors import (
     is_storage_failure,
     read_failed,
 )
+from fms_fsdp.process import keep_freed_memory, raise_open_file_limit
 
 T = TypeVar("T")
 _OTHER_FILES = 64  # that rank 0 opens besides its sockets: data, logs, libraries
 KEEP_ALIVE_S = 15.0  # less than the shortest timeout of collectives, a minute
-log = logging.getLogger("fms_fsdp")  # lines that are the same on every rank: rank 0 prints them
-rank_log = logging.getLogger("fms_fsdp.rank")  # lines of one rank, which it prints itself
 
 
 @dataclass(frozen=True)
@@ -379,85 +368,3 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()
-
-
-def set_up_log(world: World, *, has_time: bool = True) -> None:
-    """Makes rank 0 print lines, and the other ranks their own warnings, with their rank."""
-    handler = Console(sys.stdout)
-    prefix = "" if world.rank == 0 else f"[rank {world.rank}] "
-    handler.setFormatter(TimedLines(prefix, has_time=has_time))
-    handler.addFilter(lambda record: not hasattr(record, "for_files"))
-    log.handlers[:] = [handler]
-    log.propagate = False
-    log.setLevel(logging.INFO if world.rank == 0 else logging.WARNING)
-    if world.rank > 0:
-        handler.addFilter(lambda record: record.name != log.name)
-
-
-def log_to_file(path: Path) -> None:
-    """Also appends this rank's lines to `path`, with the time."""
-    # a name of a file may not be UTF-8
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
-    handler.handleError = lambda record: None  # type: ignore[method-assign]  # metrics.jsonl reports it
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-
-
-def close_log_files() -> None:
-    """Closes the files of `log_to_file`."""
-    for handler in [each for each in log.handlers if isinstance(each, logging.FileHandler)]:
-        log.removeHandler(handler)
-        with suppress(OSError):  # the disk may be full
-            handler.close()
-
-
-def log_for_files(text: str) -> None:
-    """Appends a long text to log.txt, not to the terminal."""
-    log.info(text, extra={"for_files": True})
-
-
-def log_note(text: str) -> None:
-    """Logs a line of advice, or that a flag has no effect: neither is an error."""
-    log.info("note: %s", text)
-
-
-def show_progress(text: str) -> None:
-    """Rewrites the live line of a terminal; does nothing without one."""
-    for handler in log.handlers:
-        if isinstance(handler, Console):
-            handler.show(text)
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions and the hardware that a result depends on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    found |= {"platform": platform.machine(), **_git_state()}
-    if torch.cuda.is_available():
-        found |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name()}
-        if dist.is_nccl_available():
-            nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            found["nccl"] = ".".join(map(str, nccl))
-    return found
-
-
-@cache
-def _git_state() -> dict[str, str]:
-    """Returns the commit and a hash of the difference from it; {} outside of a repository."""
-    try:
-        commit = _ask_git("rev-parse", "HEAD")
-        diff = _ask_git("diff", "HEAD")
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": commit.decode()[:12] + (f"+{zlib.crc32(diff):08x}" if diff else "")}
-
-
-def _ask_git(*command: str) -> bytes:
-    # GIT_DIR and others would name another repository, for example in a hook of git.
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return subprocess.check_output(
-        ["git", "-C", str(Path(__file__).parent), *command],
-        stderr=subprocess.DEVNULL,
-        timeout=10,
-        env=variables,
-    )

@@ -21,7 +21,7 @@ from fms_fsdp.checkpoint.folders import (
     read_checkpoint,
 )
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
-from fms_fsdp.checkpoint.trained import (
+from fms_fsdp.checkpoint.run_results import (
     checkpoint_data,
     is_rank0,
     recorded_tokenizer,
@@ -31,8 +31,7 @@ from fms_fsdp.config import flag
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.values import typed
 from fms_fsdp.console import rewrite_line
-from fms_fsdp.cpu_tuning import keep_freed_memory
-from fms_fsdp.data.tokenizer import read_kept_file, shards_bos_id
+from fms_fsdp.data.kept_tokenizer import read_kept_file, shards_bos_id
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import check_output_is_new, write_folder
 from fms_fsdp.hf.chat import (
@@ -43,10 +42,11 @@ from fms_fsdp.hf.chat import (
     parse_chat_settings,
     read_chat_settings,
 )
-from fms_fsdp.hf.config import config_to_hf
-from fms_fsdp.hf.tokenizer import export_tokenizer
+from fms_fsdp.hf.families import config_to_hf
+from fms_fsdp.hf.hf_tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import DTYPES, fuse, save_weights, weight_map
 from fms_fsdp.models.flops import num_params
+from fms_fsdp.process import keep_freed_memory
 
 _CARD = """\
 ---

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import IO
 
 from fms_fsdp.checkpoint.folders import describe_health, read_metadata
-from fms_fsdp.distributed.runtime import log
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import read_json, write_json
+from fms_fsdp.logs import log
 from fms_fsdp.state import TrainState
 
 _TAIL_BYTES = 1 << 16  # of the output, whose last line is logged

@@ -14,7 +14,7 @@ from shlex import quote
 from fms_fsdp.config import ModelConfig, flag
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import check_output_is_new, write_folder
-from fms_fsdp.hf.config import config_to_hf
+from fms_fsdp.hf.families import config_to_hf
 from fms_fsdp.hf.upstream import find_upstream_checkpoint, open_upstream_checkpoint
 from fms_fsdp.hf.weights import DTYPES, save_weights, weight_map
 from fms_fsdp.models.flops import num_params

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fms_fsdp.checkpoint.folders import Checkpoint
-from fms_fsdp.checkpoint.trained import checkpoint_tokenizer, require_checkpoint
+from fms_fsdp.checkpoint.run_results import checkpoint_tokenizer, require_checkpoint
 from fms_fsdp.errors import UserError
-from fms_fsdp.hf.tokenizer import hf_used_tokenizer
+from fms_fsdp.hf.hf_tokenizer import hf_used_tokenizer
 from fms_fsdp.hf.weights import is_hf_checkpoint, open_checkpoint
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.tokenizers.tokenizer import UsedTokenizer

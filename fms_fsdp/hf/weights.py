@@ -29,7 +29,7 @@ from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import free_bytes, read_json_object, sync_to_disk
-from fms_fsdp.hf.config import find_family, read_config
+from fms_fsdp.hf.families import find_family, read_config
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name

@@ -66,7 +66,7 @@ class IntervalMetrics:
 
         # Values that differ between ranks are summed over the world.
         losses = self._stack(result.loss_sum, self._loss, *result.extra_sums)
-        losses *= mesh.counts_for("losses")
+        losses *= mesh.counts_for("dp_cp_pp")
         own_masked = masked_rows * mesh.counts_for("dp")
         host = torch.tensor([energy_j, own_masked], dtype=torch.float64)
         host = host.to(self._device, non_blocking=True)

@@ -17,7 +17,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fms_fsdp.config import ProfilerConfig
-from fms_fsdp.distributed.runtime import log, rank_log
+from fms_fsdp.logs import log, rank_log
 
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "_c10d_functional")
 _CPU_COMPUTE = ("aten::", "Torch-Compiled Region", "CompiledFunction")

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from fms_fsdp.cpu_tuning import process_age_s
+from fms_fsdp.process import process_age_s
 
 _TIMED_STEPS = 64  # number of steps per report whose CUDA events are kept
 _BETWEEN_STEPS = ("start", "eval", "checkpoint", "logging")

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from fms_fsdp.config import TrainConfig, as_dict
 from fms_fsdp.config.formats import parse_named_interval
-from fms_fsdp.distributed.runtime import log
 from fms_fsdp.files import write_atomically
+from fms_fsdp.logs import log
 from fms_fsdp.state import TrainState
 
 THREAD_PREFIX = "tracker "

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from fms_fsdp.errors import import_function
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import Llama
+from fms_fsdp.packages import import_function
 
 
 def build_model(config: TransformerConfig, layers: range | None = None) -> Llama:

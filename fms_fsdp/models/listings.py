@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fms_fsdp.errors import print_and_end
+from fms_fsdp.console import print_and_end
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
 

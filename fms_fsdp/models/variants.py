@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config import ModelConfig
-from fms_fsdp.config.batch import divisors
+from fms_fsdp.config.batch_plan import divisors
 from fms_fsdp.config.values import did_you_mean, joined, parse_number
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import RopeScaling, TransformerConfig
@@ -305,7 +305,7 @@ def resolve_model(
 
     config = replace(variant, **given, vocab_size=vocab_size, max_seq_len=max_seq_len)
     if section.init_from_hf:
-        from fms_fsdp.hf.config import check_matches_checkpoint
+        from fms_fsdp.hf.families import check_matches_checkpoint
 
         check_matches_checkpoint(config, variant, section)
     derives_heads = given.get("head_dim") == 0
@@ -319,7 +319,7 @@ def _base_shape(section: ModelConfig) -> TransformerConfig:
     flag = "init_from_hf" if section.init_from_hf else "hf_config"
     if not getattr(section, flag):
         return VARIANTS[canonical_variant(section.model_variant)]
-    from fms_fsdp.hf.config import read_config
+    from fms_fsdp.hf.families import read_config
 
     path = Path(getattr(section, flag))
     try:

@@ -21,10 +21,11 @@ from fms_fsdp.config import FP32, OptimConfig, Precision
 from fms_fsdp.config.flag import Flag, coerce
 from fms_fsdp.config.values import joined, must_be_one_of, shown
 from fms_fsdp.distributed.dtensor import local_shard, local_shards
-from fms_fsdp.errors import UserError, import_function
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params_by_unit
 from fms_fsdp.models.init import clean_name
+from fms_fsdp.packages import import_function
 
 Factory = Callable[..., torch.optim.Optimizer]
 TORCH_OPTIMIZERS: dict[str, Factory] = {  # exact on DTensors

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fms_fsdp.config import BatchPlan, ParallelConfig, Precision, TrainConfig
-from fms_fsdp.config.batch import divisors
+from fms_fsdp.config.batch_plan import divisors
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig

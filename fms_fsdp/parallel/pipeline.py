@@ -40,8 +40,8 @@ from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel, Llama
 from fms_fsdp.models.loss import Losses
+from fms_fsdp.parallel.dtypes import DTYPES
 from fms_fsdp.parallel.layout import layers_of_stages, stages_of_rank
-from fms_fsdp.parallel.precision import DTYPES
 
 if TYPE_CHECKING:
     from fms_fsdp.models.attention import KVCache

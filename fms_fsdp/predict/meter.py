@@ -41,7 +41,7 @@ from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
-from fms_fsdp.parallel.precision import DTYPES, apply_precision, cast_weights
+from fms_fsdp.parallel.dtypes import DTYPES, apply_precision, cast_weights
 
 _ATEN = torch.ops.aten
 _ATTENTION = ("_scaled_dot_product", "flex_attention")  # prefixes of names of operations

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fms_fsdp.config import flag
-from fms_fsdp.data.tokenizer import parse_description
+from fms_fsdp.data.kept_tokenizer import parse_description
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.chat import find_chat_settings
+from fms_fsdp.prepare.documents import Document, TextFormat, check_format, file_format, read_part
 from fms_fsdp.prepare.encode import ShardsConfig, ShardSettings, TextReader, make_shards, note
-from fms_fsdp.prepare.files import (
+from fms_fsdp.prepare.input_files import (
     InputFile,
     Slice,
     find_files,
@@ -24,7 +25,6 @@ from fms_fsdp.prepare.files import (
     skip_other_files,
     unique_files,
 )
-from fms_fsdp.prepare.formats import Document, TextFormat, check_format, file_format, read_part
 from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,

@@ -27,9 +27,9 @@ from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import is_file, map_or_read
 from fms_fsdp.hf.chat import find_chat_settings
+from fms_fsdp.prepare.documents import Part, Problem, open_arrow
 from fms_fsdp.prepare.encode import Encoded, ShardsConfig, ShardSettings, make_shards
-from fms_fsdp.prepare.files import InputFile, Slice, find_files, parse_input, unique_files
-from fms_fsdp.prepare.formats import Part, Problem, open_arrow
+from fms_fsdp.prepare.input_files import InputFile, Slice, find_files, parse_input, unique_files
 from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,

@@ -29,13 +29,12 @@ import numpy.typing as npt
 
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import joined
-from fms_fsdp.cpu_tuning import available_cores
 from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import replace_file, sync_to_disk, write_json
-from fms_fsdp.prepare.files import Slice
-from fms_fsdp.prepare.formats import Document, Part, Problem, TextFormat, read_part
+from fms_fsdp.prepare.documents import Document, Part, Problem, TextFormat, read_part
+from fms_fsdp.prepare.input_files import Slice
 from fms_fsdp.prepare.writer import (
     SPLITS,
     PreparedSource,
@@ -46,6 +45,7 @@ from fms_fsdp.prepare.writer import (
     Stats,
     publish,
 )
+from fms_fsdp.process import available_cores
 from fms_fsdp.tokenizers.tokenizer import (
     Tokenizer,
     Tokens,

@@ -31,8 +31,8 @@ import pyarrow as pa
 
 from fms_fsdp.config.values import counted
 from fms_fsdp.console import table
+from fms_fsdp.data.kept_tokenizer import parse_description, unk_warning
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.tokenizer import parse_description, unk_warning
 from fms_fsdp.errors import FULL_DISK, UserError
 from fms_fsdp.files import (
     replace_file,
@@ -42,8 +42,8 @@ from fms_fsdp.files import (
     write_json,
 )
 from fms_fsdp.hf.chat import ChatSettings, save_chat_settings
-from fms_fsdp.prepare.files import InputFile, Slice
-from fms_fsdp.prepare.formats import Document, Problem
+from fms_fsdp.prepare.documents import Document, Problem
+from fms_fsdp.prepare.input_files import InputFile, Slice
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 

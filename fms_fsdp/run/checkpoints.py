@@ -27,8 +27,8 @@ from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.dtensor import local_shard, sharded_like
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import log, rank_log
 from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.logs import log, rank_log
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from fms_fsdp.run.logger import MetricLogger
 from fms_fsdp.run.run_dir import RunDir

@@ -14,8 +14,9 @@ import torch
 from fms_fsdp.checkpoint.folders import newest_healthy_step
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import HostCopy, log, rank_log
+from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import RunFailed
+from fms_fsdp.logs import log, rank_log
 from fms_fsdp.metrics.interval import describe_data
 from fms_fsdp.run.status import RunStatus, end_process
 from fms_fsdp.state import TrainState

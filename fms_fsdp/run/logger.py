@@ -24,9 +24,9 @@ from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.data.stream import Consumption
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import log, log_note, show_progress
 from fms_fsdp.errors import RunFailed
 from fms_fsdp.files import finite_json
+from fms_fsdp.logs import log, log_note, show_progress
 from fms_fsdp.metrics.hardware import (
     EnergyMeter,
     advice_on_memory,

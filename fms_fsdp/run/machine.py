@@ -10,11 +10,12 @@ import torch
 
 from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.distributed.runtime import World, min_over_ranks, run_on_rank0, versions
-from fms_fsdp.errors import is_installed
+from fms_fsdp.distributed.runtime import World, min_over_ranks, run_on_rank0
+from fms_fsdp.packages import is_installed
 from fms_fsdp.parallel.compile import compiles
-from fms_fsdp.parallel.precision import cpu_has_bf16
+from fms_fsdp.parallel.dtypes import cpu_has_bf16
 from fms_fsdp.state import working_folder
+from fms_fsdp.versions import versions
 
 TRACKER_PACKAGES = ("wandb",)  # trackers with the package's name
 # Fractions of the memory that a chosen micro-batch leaves free. The prediction does not include the

@@ -21,9 +21,10 @@ from fms_fsdp.checkpoint.folders import (
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
-from fms_fsdp.distributed.runtime import World, gather_objects, log, run_on_rank0
+from fms_fsdp.distributed.runtime import World, gather_objects, run_on_rank0
 from fms_fsdp.errors import UserError, read_failed
 from fms_fsdp.files import exists
+from fms_fsdp.logs import log
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.optim.optimizers import example_state
 from fms_fsdp.state import RunConfig, TrainMetadata
@@ -135,11 +136,11 @@ def _choose_for_data(
     resume = choose_checkpoint(cfg, corrupt)
     used: UsedTokenizer | None = None
     if resume.checkpoint is not None:
-        from fms_fsdp.checkpoint.trained import checkpoint_tokenizer
+        from fms_fsdp.checkpoint.run_results import checkpoint_tokenizer
 
         used = checkpoint_tokenizer(resume.checkpoint)
     if resume.hf_weights:
-        from fms_fsdp.hf.tokenizer import hf_used_tokenizer
+        from fms_fsdp.hf.hf_tokenizer import hf_used_tokenizer
         from fms_fsdp.hf.weights import open_checkpoint
 
         folder = Path(resume.hf_weights)
@@ -247,7 +248,7 @@ def check_tokenizer(
     """Raises UserError if weights `used` another tokenizer than the data, as far as both are known."""
     if corpus is None or used is None:
         return
-    from fms_fsdp.data.tokenizer import folder_tokenizer
+    from fms_fsdp.data.kept_tokenizer import folder_tokenizer
     from fms_fsdp.tokenizers.tokenizer import check_same_tokenizer
 
     path = cfg.data.data_path

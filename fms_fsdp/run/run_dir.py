@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fms_fsdp.cpu_tuning import process_age_s
 from fms_fsdp.errors import UserError, is_storage_failure
 from fms_fsdp.files import UNSUPPORTED, exists, is_folder, read_json, try_lock, write_atomically
+from fms_fsdp.process import process_age_s
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig
@@ -113,7 +113,7 @@ class RunDir:
 
 def _rename(folder: Path, state: str, kind: str) -> None:
     from fms_fsdp.checkpoint.folders import rename_aside
-    from fms_fsdp.distributed.runtime import log
+    from fms_fsdp.logs import log
 
     target = rename_aside(folder, state)
     if target == folder:

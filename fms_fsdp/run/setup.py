@@ -27,7 +27,7 @@ from fms_fsdp.metrics.timer import LaunchPhases
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.optim.optimizers import Optimizers
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.run.run_dir import RunDir
 from fms_fsdp.state import RunConfig, TrainState

@@ -18,12 +18,12 @@ from fms_fsdp.data.inspection import sources_without_labels
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
-from fms_fsdp.distributed.runtime import log, log_for_files, log_note
+from fms_fsdp.logs import log, log_for_files, log_note
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.schedules import DECAY_TO_END
 from fms_fsdp.predict.memory import checkpoint_bytes
 from fms_fsdp.run.machine import Machine, available_memory
-from fms_fsdp.run.memory import MemoryBudget, PredictionFailed, predicting
+from fms_fsdp.run.memory_budget import MemoryBudget, PredictionFailed, predicting
 from fms_fsdp.run.resume import ResumePoint, learning_rate_jump, list_changes
 from fms_fsdp.state import RunConfig, TrainMetadata
 
@@ -310,7 +310,7 @@ def log_startup(
     start = resume.start
     warnings = [budget.warning(run), axes_across_nodes(run.dims, world.local_size)]
     if corpus is not None and world.rank == 0:
-        from fms_fsdp.data.tokenizer import unk_warnings
+        from fms_fsdp.data.kept_tokenizer import unk_warnings
 
         warnings += unk_warnings(corpus.storage, [source.name for source in corpus.sources])
     for warning in filter(None, warnings):

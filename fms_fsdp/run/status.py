@@ -19,16 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fms_fsdp.errors import (
-    RunFailed,
-    UserError,
-    env_int,
-    env_rank,
-    is_for_user,
-    is_storage_failure,
-    read_failed,
-)
+from fms_fsdp.errors import RunFailed, UserError, is_for_user, is_storage_failure, read_failed
 from fms_fsdp.files import read_json, try_lock, write_atomically
+from fms_fsdp.process import env_int, env_rank
 from fms_fsdp.run.agent import agent_pid, await_rank0, release_ranks
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.cpu_tuning import process_age_s
+from fms_fsdp.process import process_age_s
 from fms_fsdp.run.agent import agent_pid
 from fms_fsdp.run.status import RESUME_ME, RunStatus
 

@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.config.values import shown
-from fms_fsdp.errors import MissingInput, UserError, is_installed, note_once
+from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.files import read_json_object, write_atomically
+from fms_fsdp.packages import is_installed
 
 Tokens = npt.NDArray[Any]
 FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}

@@ -13,7 +13,7 @@ from typing import Any
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import Flag, help_texts
 from fms_fsdp.config.parse import needs_note, rows_by_section, shown_value, split_default
-from fms_fsdp.errors import printing
+from fms_fsdp.console import printing
 
 
 def markdown(config_type: type[Any]) -> str:

@@ -40,7 +40,7 @@ def run(eight_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
             folders.delete(root / "step_2")
         return checkpoint
 
-    monkeypatch.setattr("fms_fsdp.checkpoint.trained.find_checkpoint", found)
+    monkeypatch.setattr("fms_fsdp.checkpoint.run_results.find_checkpoint", found)
     return run
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fms_fsdp.data.batch import fingerprint
-from fms_fsdp.tools.inspect import describe_sequence, open_run_data
+from fms_fsdp.tools.inspect_command import describe_sequence, open_run_data
 from tests.cli import metrics, trained
 from tests.data.corpora import SEP, Files, write_corpus
 

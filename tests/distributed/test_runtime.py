@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fms_fsdp import versions
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.distributed import runtime
 from fms_fsdp.distributed.axes import ParallelDims
@@ -179,16 +180,16 @@ def test_rank_without_free_files_says_so(tmp_path: Path) -> None:
 
 def test_commit_is_of_this_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GIT_DIR, as in a hook of git, had the commit of the other repository recorded."""
-    own = runtime._git_state.__wrapped__()
+    own = versions._git_state.__wrapped__()
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
-    assert runtime._git_state.__wrapped__() == own
+    assert versions._git_state.__wrapped__() == own
 
 
 def machine_and_git_calls(num_ranks: int) -> tuple[str, int]:
     own = World(dist.get_rank(), dist.get_rank(), num_ranks, num_ranks)
     device = torch.device("cpu")
     measured = Machine.here(own, device).measured(device)
-    return measured.versions["torch"], runtime._git_state.cache_info().misses
+    return measured.versions["torch"], versions._git_state.cache_info().misses
 
 
 def test_rank_0_alone_asks_git() -> None:

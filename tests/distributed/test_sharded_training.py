@@ -161,7 +161,7 @@ def train(one: Case) -> tuple[str, list[float], list[float]]:
         for i, (micro_tokens, micro_labels) in enumerate(micros):
             set_gradient_sync(model, i == one.accum - 1, mesh)
             loss_sum, _ = model(micro_tokens, micro_labels)
-            (loss_sum * mesh.size("loss") / num_labels).backward()
+            (loss_sum * mesh.size("dp_cp") / num_labels).backward()
             total += loss_sum.detach()
         norm, factor = clip_factor(model.parameters(), 1.0, mesh)
         assert factor is not None
@@ -244,7 +244,7 @@ def unequal_sums(strategies: list[str]) -> list[tuple[str, str]]:
             if isinstance(gradient, DTensor):
                 gradient = gradient.full_tensor()
             # FSDP averages, which is exact for two ranks.
-            if not torch.equal(gradient * mesh.size("loss"), sums[clean_name(name)]):
+            if not torch.equal(gradient * mesh.size("dp_cp"), sums[clean_name(name)]):
                 found.append((strategy, clean_name(name)))
     return found
 

@@ -46,9 +46,7 @@ def train(folder: Path, *flags: str, gpu: bool = True, nproc: int = 0, status: i
 def call(module: str, function: str) -> None:
     """Calls a function of tests.gpu in a process with the GPU and the program's allocator; it asserts by
     itself."""
-    grow = (
-        "from fms_fsdp.cpu_tuning import let_gpu_memory_grow; let_gpu_memory_grow()"  # before torch
-    )
+    grow = "from fms_fsdp.process import let_gpu_memory_grow; let_gpu_memory_grow()"  # before torch
     code = f"{grow}\nfrom tests.gpu.{module} import {function}; {function}()"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -150,7 +150,7 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
     from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
     from fms_fsdp.plan import plan
     from fms_fsdp.run.machine import Machine
-    from fms_fsdp.run.memory import MemoryBudget
+    from fms_fsdp.run.memory_budget import MemoryBudget
     from fms_fsdp.run.run_dir import RunDir
     from fms_fsdp.run.setup import Found, Launch, open_stream
     from fms_fsdp.stages import build

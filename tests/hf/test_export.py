@@ -22,7 +22,7 @@ import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import write_folder
-from fms_fsdp.hf.tokenizer import export_tokenizer
+from fms_fsdp.hf.hf_tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.prepare.command import train_sentencepiece
 from fms_fsdp.tokenizers.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from fms_fsdp.errors import UserError, is_for_user
 from fms_fsdp.generate import Sampling, encode_prompts, generate, load, text_after
 from fms_fsdp.prepare.command import train_sentencepiece
 from fms_fsdp.tokenizers.tokenizer import SentencePieceTokenizer
-from fms_fsdp.tools.evaluate import choice_scores
+from fms_fsdp.tools.evaluate_command import choice_scores
 from tests.hf_folders import template, weights_of, write_folder, write_tokenizer_json
 
 CASES = int(os.environ.get("HOSTILE_CASES", "100"))

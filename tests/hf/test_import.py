@@ -15,7 +15,7 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.__main__ import main
-from fms_fsdp.hf.config import config_to_hf
+from fms_fsdp.hf.families import config_to_hf
 from fms_fsdp.hf.weights import fuse, save_weights, weight_map
 
 BASE = dict(

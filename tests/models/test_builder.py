@@ -15,7 +15,7 @@ from fms_fsdp.config import BF16, ParallelConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.generate import _allocate
-from fms_fsdp.hf.config import find_family
+from fms_fsdp.hf.families import find_family
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params

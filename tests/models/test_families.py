@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fms_fsdp.hf.config import config_to_hf, find_family
+from fms_fsdp.hf.families import config_to_hf, find_family
 from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import RopeScaling, TransformerConfig

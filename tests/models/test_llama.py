@@ -20,7 +20,7 @@ from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama, rope_table
-from fms_fsdp.parallel.precision import _Linear, apply_precision
+from fms_fsdp.parallel.dtypes import _Linear, apply_precision
 
 BASE = TransformerConfig(2, 64, 176, 4, 4, 97, max_seq_len=48)
 

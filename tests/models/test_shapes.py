@@ -20,7 +20,7 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.models.loss import linear_cross_entropy
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
 from fms_fsdp.parallel.compile import apply_compile
-from fms_fsdp.parallel.precision import apply_precision
+from fms_fsdp.parallel.dtypes import apply_precision
 from tests.models.test_families import GPT2, NEOX, QWEN3, build, labelled
 
 BASE = TransformerConfig(3, 64, 96, 4, 2, 97, max_seq_len=48)

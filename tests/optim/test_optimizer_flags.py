@@ -9,7 +9,7 @@ from torch import nn
 
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.optim import OPTIMIZERS
-from fms_fsdp.distributed.runtime import World, set_up_log
+from fms_fsdp.logs import set_up_log
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import (
@@ -26,7 +26,7 @@ from tests.warm import command
 
 def rejection(*flags: str) -> str:
     """Returns the line that rejects the flags before any work; empty if they are accepted."""
-    set_up_log(World(1, 0, 2, 2))  # quiet
+    set_up_log(1)  # quiet
     try:
         planned(["--model_variant=tiny", "--use_dummy_dataset=True", *flags])
     except ValueError as error:

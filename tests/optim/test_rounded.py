@@ -28,9 +28,9 @@ from fms_fsdp.optim.stochastic_rounding import (
     random_bits,
     round_stochastically,
 )
+from fms_fsdp.parallel.dtypes import DTYPES, cast_weights
 from fms_fsdp.parallel.fsdp import clip_factor, set_gradient_sync
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.precision import DTYPES, cast_weights
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_sharded_training import batches, config
 from tests.optim.test_sharded_optimizers import Model, everything, step

@@ -24,7 +24,7 @@ from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
-from fms_fsdp.parallel.precision import cast_weights
+from fms_fsdp.parallel.dtypes import cast_weights
 from fms_fsdp.parallel.tensor import apply_tp, compute_with_shards
 
 # torch's fake group has no timeout.

@@ -48,9 +48,9 @@ from fms_fsdp.models.llama import Llama
 from fms_fsdp.optim.optimizers import scale_gradients
 from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.parallel.compile import compiles
+from fms_fsdp.parallel.dtypes import fsdp_policy, matmul
 from fms_fsdp.parallel.fsdp import clip_factor
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.precision import fsdp_policy, matmul
 from fms_fsdp.run.checks import check_machine, machine_notes
 from tests.cli import ROOT, TINY, last_of_each
 from tests.specs import machine

@@ -20,8 +20,8 @@ from fms_fsdp.distributed.dtensor import local_shard
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import RopeScaling, TransformerConfig
 from fms_fsdp.models.init import clean_name
+from fms_fsdp.parallel.dtypes import _CASTING
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.parallel.precision import _CASTING
 
 CPU = torch.device("cpu")
 NUM_SEQUENCES, LENGTH = 16, 256

@@ -24,7 +24,7 @@ from fms_fsdp.predict.memory import (
     minimum_memory,
 )
 from fms_fsdp.predict.meter import ModelSetup
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 from tests.specs import budget, resolved
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from fms_fsdp.config import OptimConfig, ParallelConfig, PrecisionConfig
-from fms_fsdp.cpu_tuning import keep_freed_memory
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
@@ -25,6 +24,7 @@ from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step, estimate_memory
 from fms_fsdp.predict.meter import ModelSetup
+from fms_fsdp.process import keep_freed_memory
 from fms_fsdp.state import TrainState
 from fms_fsdp.train import StepSettings, train_step
 from tests.distributed.launch import run_ranks

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.data.tokenizer import shards_bos_id
+from fms_fsdp.data.kept_tokenizer import shards_bos_id
 from fms_fsdp.tokenizers.tokenizer import load_tokenizer
 
 BEGIN = "--bos_token=<|begin_of_text|>"  # 256, of the byte tokenizer

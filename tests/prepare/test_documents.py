@@ -18,8 +18,8 @@ import pytest
 from fms_fsdp.errors import UserError
 from fms_fsdp.prepare import formats as documents
 from fms_fsdp.prepare.convert import read_token_file
-from fms_fsdp.prepare.files import find_files, plan_slices
-from fms_fsdp.prepare.formats import Document, Problem, TextFormat, read_part
+from fms_fsdp.prepare.documents import Document, Problem, TextFormat, read_part
+from fms_fsdp.prepare.input_files import find_files, plan_slices
 
 FORM = TextFormat()
 

@@ -20,8 +20,8 @@ import zstandard
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.prepare.command import PrepareConfig, prepare
-from fms_fsdp.prepare.files import find_files, parse_input
-from fms_fsdp.prepare.formats import Problem, TextFormat
+from fms_fsdp.prepare.documents import Problem, TextFormat
+from fms_fsdp.prepare.input_files import find_files, parse_input
 from fms_fsdp.prepare.writer import Stats
 from tests.prepare.test_documents import FORM, read_all
 

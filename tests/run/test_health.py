@@ -18,8 +18,9 @@ import torch
 from fms_fsdp.config import TrainConfig, TrainingConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import HostCopy, rank_log
+from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.errors import RunFailed
+from fms_fsdp.logs import rank_log
 from fms_fsdp.metrics.interval import SpikeDetector
 from fms_fsdp.run import status
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog

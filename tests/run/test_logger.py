@@ -24,7 +24,7 @@ from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers
 from fms_fsdp.run.logger import MetricLogger
 from fms_fsdp.state import TrainState
-from fms_fsdp.tools.report import MAX_SOURCES, OTHER_SOURCES, load_run
+from fms_fsdp.tools.report_command import MAX_SOURCES, OTHER_SOURCES, load_run
 from tests.cli import events, metrics, run
 from tests.data.corpora import write_corpus
 from tests.specs import launch_of, resolved

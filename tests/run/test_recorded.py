@@ -13,8 +13,8 @@ from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict, 
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.state import located_sections, working_folder
-from fms_fsdp.tools.inspect import open_run_data
-from fms_fsdp.tools.report import load_run
+from fms_fsdp.tools.inspect_command import open_run_data
+from fms_fsdp.tools.report_command import load_run
 from tests.cases import cases
 from tests.cli import metrics
 from tests.warm import command, launch

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
 from fms_fsdp.config import BatchPlan, ModelConfig, TrainConfig
-from fms_fsdp.config.batch import last_step
+from fms_fsdp.config.batch_plan import last_step
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.errors import UserError

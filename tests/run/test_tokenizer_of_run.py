@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fms_fsdp
-from fms_fsdp.data.tokenizer import find_tokenizer, folder_tokenizer
+from fms_fsdp.data.kept_tokenizer import find_tokenizer, folder_tokenizer
 from fms_fsdp.prepare.command import PrepareConfig, prepare
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 from tests.cli import CORPUS, run, trained

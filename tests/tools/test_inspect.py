@@ -26,7 +26,7 @@ from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.resume import choose_checkpoint
 from fms_fsdp.state import TrainMetadata, read_run_config
-from fms_fsdp.tools.inspect import RunData, open_run_data
+from fms_fsdp.tools.inspect_command import RunData, open_run_data
 from tests.cases import cases
 from tests.checkpoint.signing import sign
 from tests.data.corpora import VOCAB, Files, write_corpus, write_counts, write_lists

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.tools.report import MAX_POINTS, load_run, read_metrics, thin
+from fms_fsdp.tools.report_command import MAX_POINTS, load_run, read_metrics, thin
 
 
 def record(attempt: int, step: int, **values: Any) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_failed_write_keeps_the_older_page(
 
     page = restarted / "report.html"
     page.write_text("older")
-    monkeypatch.setattr("fms_fsdp.tools.report.write_atomically", fail)
+    monkeypatch.setattr("fms_fsdp.tools.report_command.write_atomically", fail)
     assert main(["report", str(restarted)]) == 2
     assert page.read_text() == "older"
 

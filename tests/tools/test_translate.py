@@ -10,16 +10,17 @@ import pytest
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.batch import BatchPlan, last_step
+from fms_fsdp.config.batch_plan import BatchPlan, last_step
 from fms_fsdp.config.flag import flag_table, flag_values
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import RunLength, find_milestones
-from fms_fsdp.tools import translate, translation
+from fms_fsdp.tools import translate_command as translate
+from fms_fsdp.tools import translation
 from fms_fsdp.tools.other_configs import Key, read_keys
-from fms_fsdp.tools.translate import PROGRAMS, Program
+from fms_fsdp.tools.translate_command import PROGRAMS, Program
 from fms_fsdp.tools.translation import CONVERSIONS, Translation
 from tests.cli import ROOT, metrics, run
 

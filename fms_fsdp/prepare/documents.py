@@ -23,8 +23,9 @@ from typing import IO, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fms_fsdp.errors import UserError, is_installed
+from fms_fsdp.errors import UserError
 from fms_fsdp.files import map_or_read
+from fms_fsdp.packages import is_installed
 
 DOCUMENT_LIMIT = 64 << 20  # bytes; tokenizers need about 50 times the size of a document
 FORMATS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from fms_fsdp.checkpoint.trained import is_rank0
+from fms_fsdp.checkpoint.run_results import is_rank0
 from fms_fsdp.config import flag
 from fms_fsdp.config.flag import only_one
 from fms_fsdp.errors import UserError

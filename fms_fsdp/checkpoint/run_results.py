@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 
 from fms_fsdp.checkpoint.folders import Checkpoint, checkpoint_root, find_checkpoint
-from fms_fsdp.data.tokenizer import folder_tokenizer
-from fms_fsdp.errors import UserError, env_rank
+from fms_fsdp.data.kept_tokenizer import folder_tokenizer
+from fms_fsdp.errors import UserError
 from fms_fsdp.files import exists
+from fms_fsdp.process import env_rank
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fms_fsdp.config import TrainConfig, flag
-from fms_fsdp.config.batch import BatchPlan, global_batch
+from fms_fsdp.config.batch_plan import BatchPlan, global_batch
 from fms_fsdp.config.flag import coerce, unused_flags
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.train_config import other_programs
@@ -32,7 +32,7 @@ from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.plan import NOTHING, plan, plan_length, plan_schedule, resolve
 from fms_fsdp.predict.memory import GIB
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 from fms_fsdp.tools.other_configs import Key, read_keys
 from fms_fsdp.tools.program_rules import combine
 from fms_fsdp.tools.translation import (

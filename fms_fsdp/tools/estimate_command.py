@@ -25,7 +25,7 @@ from typing import Any
 
 from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, TrainingConfig, flag
-from fms_fsdp.config.batch import BatchPlan, check_ramp, divisors
+from fms_fsdp.config.batch_plan import BatchPlan, check_ramp, divisors
 from fms_fsdp.config.flag import non_defaults, unused_flags
 from fms_fsdp.config.values import counted, typed
 from fms_fsdp.console import table
@@ -37,7 +37,7 @@ from fms_fsdp.predict.devices import Device, find_device
 from fms_fsdp.predict.memory import GIB, Memory, Step
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
 from fms_fsdp.run.machine import ESTIMATE_MARGIN, Machine
-from fms_fsdp.run.memory import MemoryBudget
+from fms_fsdp.run.memory_budget import MemoryBudget
 from fms_fsdp.run.startup_log import describe_axes, describe_ramp
 from fms_fsdp.state import RunConfig
 

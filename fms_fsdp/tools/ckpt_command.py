@@ -19,7 +19,7 @@ import torch
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, read_checkpoint
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
-from fms_fsdp.checkpoint.trained import require_checkpoint
+from fms_fsdp.checkpoint.run_results import require_checkpoint
 from fms_fsdp.config import flag
 from fms_fsdp.config.values import counted
 from fms_fsdp.console import rewrite_line, table

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fms_fsdp.cpu_tuning import (
+from fms_fsdp.process import (
     available_cores,
     keep_freed_memory,
     let_gpu_memory_grow,
@@ -93,7 +93,7 @@ print(status, 2 in searched, gc.isenabled())
 # pages the system had to fill while 30 blocks of 48 MiB were made and freed.
 _FAULTS = """
 import os, resource, torch
-from fms_fsdp.cpu_tuning import keep_freed_memory
+from fms_fsdp.process import keep_freed_memory
 torch.set_num_threads(1)  # a fork has no other threads
 for choice in ("usual", "kept", "set by the user"):
     child = os.fork()

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from fms_fsdp.config.values import counted
 from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.files import exists, is_file, is_folder
-from fms_fsdp.prepare.formats import (
+from fms_fsdp.prepare.documents import (
     COMPRESSED,
     Document,
     Part,

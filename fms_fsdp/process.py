@@ -1,4 +1,7 @@
-"""Settings of a process: waiting threads, freed memory, garbage collection, open files; and its age."""
+"""A process: its rank and age, and its settings of threads, memory, garbage collection and open files.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import resource
 import time
 from contextlib import suppress
 from pathlib import Path
-
-from fms_fsdp.errors import env_int
 
 _IMPORTED_AT = time.monotonic()
 _MAX_OPEN_FILES = 65_536  # some programs walk through all numbers up to the limit
@@ -140,3 +141,17 @@ def process_age_s() -> float:
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     return age_s if age_s >= 0 else time.monotonic() - _IMPORTED_AT
+
+
+def env_rank() -> int:
+    """Returns the rank of torchrun's variables; 0 if they are incomplete, so that the process reports it."""
+    rank = env_int("RANK", 0)
+    is_complete = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return rank if is_complete and rank < env_int("WORLD_SIZE", 0) else 0
+
+
+def env_int(name: str, default: int) -> int:
+    """Returns the number in an environment variable, the default if it has none; World.from_env
+    rejects other texts."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 7 else default

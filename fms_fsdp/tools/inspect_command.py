@@ -24,11 +24,11 @@ from fms_fsdp.config.values import counted
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, fingerprint
 from fms_fsdp.data.corpus import Corpus, Source, check_shard, open_corpus
 from fms_fsdp.data.inspection import segments_of
+from fms_fsdp.data.kept_tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.data.order import Address
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import CONVERT, Shard, ShardError
 from fms_fsdp.data.stream import TokenStream
-from fms_fsdp.data.tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.run.resume import choose_checkpoint
 from fms_fsdp.run.setup import open_stream

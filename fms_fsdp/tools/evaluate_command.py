@@ -22,7 +22,7 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.checkpoint.trained import require_checkpoint
+from fms_fsdp.checkpoint.run_results import require_checkpoint
 from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, TrainConfig, flag
 from fms_fsdp.config.flag import only_one
 from fms_fsdp.config.values import joined
@@ -35,10 +35,9 @@ from fms_fsdp.distributed.runtime import (
     init_distributed,
     pick_device,
     run_on_rank0,
-    set_up_log,
     shut_down,
 )
-from fms_fsdp.errors import RunFailed, UserError, is_installed
+from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.files import finite_json
 from fms_fsdp.generate import TextModel, check_logits, encode_texts, read_lines
@@ -46,10 +45,12 @@ from fms_fsdp.hf.export import ExportConfig
 from fms_fsdp.hf.export import main as export
 from fms_fsdp.hf.trained import Trained, open_trained, trained
 from fms_fsdp.hf.weights import load_weights
+from fms_fsdp.logs import set_up_log
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel
+from fms_fsdp.packages import is_installed
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.tools.generate import load_with_tokenizer
+from fms_fsdp.tools.generate_command import load_with_tokenizer
 
 _HELD_OUT_FLAGS = ("data_path", "eval_data_path", "eval_datasets", "eval_steps", "eval_test")
 _TASK_FLAGS = ("task_path", "num_fewshot", "limit")
@@ -156,7 +157,7 @@ class _Subject:
 def main(config: EvaluateConfig) -> None:
     """Evaluates a checkpoint and prints the values (collective: every rank)."""
     world = World.from_env()
-    set_up_log(world, has_time=False)
+    set_up_log(world.rank, has_time=False)
     if (config.tasks or config.questions) and world.size > 1:
         flag_name = "tasks" if config.tasks else "questions"
         raise UserError(f"--{flag_name} runs on one process; start it without torchrun")

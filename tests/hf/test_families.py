@@ -12,8 +12,8 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.errors import UserError, note_once
-from fms_fsdp.hf.config import FAMILIES as TYPES
-from fms_fsdp.hf.config import config_from_hf, config_to_hf
+from fms_fsdp.hf.families import FAMILIES as TYPES
+from fms_fsdp.hf.families import config_from_hf, config_to_hf
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
 from tests.hf_folders import FAMILIES, weights_of, write_folder, write_weights
