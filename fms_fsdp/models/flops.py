@@ -101,19 +101,26 @@ def matmul_flops_per_token(config: TransformerConfig, seq_length: int) -> int:
     return 6 * weights + 3 * _attention_flops(config, seq_length)
 
 
-def keeps_matmul(kept: Collection[str], index: int) -> bool:
-    """Returns whether a block that keeps the results `kept` keeps the result of a matmul.
+def matmuls_of_block(config: TransformerConfig) -> tuple[str, ...]:
+    """Returns the names of a block's matmuls in the order of the forward pass (a test compares them)."""
+    if config.activation == "swiglu":
+        return ("q", "k", "v", "o", "gate", "up", "down")
+    return ("q", "k", "v", "o", "up", "down")
 
-    `kept` is `ParallelConfig.kept_ops`; `index` counts q, k, v, o and the two or three matmuls of
-    the feed-forward layer.
+
+def kept_matmuls(kept: Collection[str], config: TransformerConfig) -> tuple[str, ...]:
+    """Returns the matmuls whose results a block keeps that keeps the results `kept`.
+
+    `kept` is `ParallelConfig.kept_ops`. The backward pass does not need the result of the last one.
     """
+    names = matmuls_of_block(config)
     if "matmuls" in kept:
-        return True
+        return names[:-1]
     if "every_second_matmul" in kept:
-        return index % 2 == 1
+        return ("k", "o", "up") if "gate" in names else ("k", "o")
     if "attention_matmuls" in kept:  # every second one of attention
-        return index in (1, 3)
-    return False
+        return ("k", "o")
+    return ()
 
 
 def keeps_attention(kept: Collection[str], config: TransformerConfig) -> bool:
@@ -141,11 +148,13 @@ def recomputed_flops_per_token(
     ffn = config.ffn_hidden_size
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
-    inner_sizes = [ffn, ffn] if config.activation == "swiglu" else [ffn]
-
-    # The other side of each matmul of a block but the last is the hidden size.
-    sizes = [q_size, kv_size, kv_size, q_size, *inner_sizes]
-    weights = sum(hidden * size for i, size in enumerate(sizes) if not keeps_matmul(kept, i))
+    # The other side of each matmul is the hidden size. The backward pass does not need the last result.
+    sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": q_size, "gate": ffn, "up": ffn}
+    kept_results = kept_matmuls(kept, config)
+    weights = 0
+    for name in matmuls_of_block(config)[:-1]:
+        if name not in kept_results:
+            weights += hidden * sizes[name]
     attention = 0
     if not keeps_attention(kept, config):
         attention = _attention_flops(config, seq_length) // config.num_layers

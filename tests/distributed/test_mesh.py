@@ -182,17 +182,17 @@ def sums_on_four_axes() -> dict[str, float]:
     """2 x 2 x 2 ranks of a pipeline, of context and of tensor parallelism, alone in their data."""
     rank = dist.get_rank()
     mesh = Mesh(ParallelDims("fsdp", pp=2, cp=2, tp=2), rank, "cpu")
-    names = ("row", "losses", "shard", "loss", "replica", "dp")
+    names = ("cp_pp", "dp_cp_pp", "shard", "dp_cp", "replica", "dp")
     return {axis: mesh.sum(torch.tensor([10.0**rank]), axis).item() for axis in names}
 
 
 def test_sums_along_joined_axes_include_their_ranks() -> None:
     results = run_ranks(sums_on_four_axes, 8)
     assert results[0] == {
-        "row": 1010101.0,
-        "losses": 1010101.0,
+        "cp_pp": 1010101.0,
+        "dp_cp_pp": 1010101.0,
         "shard": 101.0,
-        "loss": 101.0,
+        "dp_cp": 101.0,
         "replica": 11111111.0,
         "dp": 1.0,
     }

@@ -14,6 +14,7 @@ from fms_fsdp.config import BF16, ParallelConfig
 from fms_fsdp.generate import Sampling, generate
 from fms_fsdp.models.attention import KVCache
 from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.flops import matmuls_of_block
 from fms_fsdp.models.gpt import ScaleNorm, alibi_slopes
 from fms_fsdp.models.gpt import distance_buckets as buckets
 from fms_fsdp.models.llama import Llama
@@ -276,3 +277,16 @@ def test_padded_vocabulary_changes_nothing(tied: bool) -> None:
         loss.backward()
     weights = [model.embed.weight if tied else model.head.weight for model in (padded, plain)]
     assert torch.equal(weights[0].grad[:97], weights[1].grad) and not weights[0].grad[97:].any()
+
+
+@pytest.mark.parametrize("config", [*OWN.values(), GPT2, NEOX, QWEN3])
+def test_matmuls_have_their_names(config: TransformerConfig) -> None:
+    """Activation checkpointing finds the results to keep by this order."""
+    model = build(config)
+    called: list[str] = []
+    for name, module in model.blocks["0"].named_modules():
+        if isinstance(module, torch.nn.Linear):
+            label = name.rpartition(".")[2].removesuffix("_proj")
+            module.register_forward_hook(lambda *_, label=label: called.append(label))
+    model(*labelled(config))
+    assert tuple(called) == matmuls_of_block(config)
