@@ -21,6 +21,7 @@ from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH, cut
 from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.validation import HeldOut
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import gather_objects
 from fms_fsdp.errors import ReadFailed, checking_input, note_once, raise_first
 from fms_fsdp.logs import log
 from fms_fsdp.parallel.fsdp import evaluating
@@ -129,7 +130,7 @@ def evaluate(
         for group in dict.fromkeys(source.group for source in sources):
             members = [source for source in sources if source.group == group]
             sums = sum_sources(members)
-            raise_first(mesh.gather(failures[0] if failures else None))
+            raise_first(gather_objects(failures[0] if failures else None))
             for source, source_sums in zip(members, sums, strict=True):
                 values |= _averages(f"{group}/{source.name}", *source_sums)
                 if source_sums[1] == 0:

@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, check_batch
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import HostCopy
+from fms_fsdp.distributed.runtime import HostCopy, gather_objects
 from fms_fsdp.errors import ReadFailed, RunFailed, UserError, checking_input, raise_first
 from fms_fsdp.metrics.profiling import StepProfiler
 from fms_fsdp.metrics.timer import PhaseTimer
@@ -217,7 +217,7 @@ def raise_read_error(
     """Saves the last step, and raises why a rank cannot read the data (collective: every rank)."""
     checkpoints.save_last_step(state)
     try:
-        raise_first(settings.mesh.gather(state.current.read_error))
+        raise_first(gather_objects(state.current.read_error))
     except ReadFailed as error:
         raise RunFailed(f"{error}: the run resumes from step {checkpoints.newest}") from error
 

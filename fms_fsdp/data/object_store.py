@@ -37,7 +37,7 @@ from fms_fsdp.process import env_int
 SCHEMES = {"s3": "s3", "gs": "gs", "az": "abfs", "file": "file"}  # ours -> pyarrow's
 PAGE = 1 << 18
 CACHE_BYTES = 16 << 30
-NUM_TRIES = 8
+NUM_TRIES = 8  # with waits of half a minute in all
 
 
 class ObjectStore(Storage):

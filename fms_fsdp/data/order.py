@@ -36,14 +36,16 @@ from fms_fsdp.data.mixture import NUM_SLOTS, Mixture
 from fms_fsdp.data.permute import I64, derive_key, hash64, permute
 from fms_fsdp.errors import UserError
 
-CHUNKS = 16  # per window of a large source
-CHUNK_TOKENS = 1 << 18  # per chunk of a large source
+# A window of a large source shuffles 4M tokens from 16 places of the source. Each end of a chunk cuts a document.
+CHUNKS = 16
+CHUNK_TOKENS = 1 << 18
 # In a small source: 4 chunks of 16 sequences, because 16 of 4 cut twice as many documents.
 FEW_CHUNKS = 4
 SMALL_CHUNK = 16
-MIN_WINDOWS = 8  # per logical shard and epoch
-MAX_STEPS = 1 << 40
-PLANNED_SEQUENCES = 512
+# Per logical shard and epoch. Their number is rounded down, which makes a chunk larger by an eighth at most.
+MIN_WINDOWS = 8
+MAX_STEPS = 1 << 40  # the sequences of so many steps stay below 2^63
+PLANNED_SEQUENCES = 512  # planned at once where a batch has fewer
 
 # Parts of the derived keys, so that two uses never share a key.
 _ROTATION = 1

@@ -22,6 +22,7 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
+# Four rounds of random functions suffice (Luby and Rackoff 1988); two more, because ours are hashes and domains small.
 _FEISTEL_ROUNDS = 6
 _ROUND = [np.uint64((r * GOLDEN) & MASK) for r in range(_FEISTEL_ROUNDS)]
 

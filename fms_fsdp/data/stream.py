@@ -32,7 +32,9 @@ from fms_fsdp.data.sequences import Columns, Lru, Segments, SourceReader
 from fms_fsdp.data.shards import Shard, ShardError, TokenError
 from fms_fsdp.errors import MissingInput, ReadFailed, UserError
 
-STEPS_AHEAD = 3  # that are prepared before they are requested
+# Prepared before they are requested: two that the loop waits for on a GPU (`read_error_ahead`), and three more, so
+# that no step waits for one slow read.
+STEPS_AHEAD = 5
 SHARD_BYTES, WINDOW_BYTES = 16 << 20, 64 << 20  # of cached open shards and windows
 WEIGHTS_ONLY = (
     "to take only the weights into a new run, set --ckpt_load_path=CHECKPOINT "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
 
-T = TypeVar("T")
 _STRATEGIES = flag_table(ParallelConfig)["sharding_strategy"].choices
 _PREFER_HSDP = ("7b", "13b", "llama2_7b", "llama2_13b")  # fit one node, where hsdp sends less
 
@@ -204,10 +202,3 @@ class Mesh:
         if self.size(axis) > 1:
             dist.all_reduce(tensor, group=self._groups[axis])
         return tensor
-
-    def gather(self, value: T) -> list[T]:
-        """Returns the values of all ranks of the world, by rank (collective)."""
-        values = [value] * self.size("world")
-        if len(values) > 1:
-            dist.all_gather_object(values, value)
-        return values

@@ -44,8 +44,9 @@ from fms_fsdp.hf.chat import (
 )
 from fms_fsdp.hf.families import config_to_hf
 from fms_fsdp.hf.hf_tokenizer import export_tokenizer
-from fms_fsdp.hf.weights import DTYPES, fuse, save_weights, weight_map
+from fms_fsdp.hf.weights import fuse, save_weights, weight_map
 from fms_fsdp.models.flops import num_params
+from fms_fsdp.parallel.dtypes import DTYPES
 from fms_fsdp.process import keep_freed_memory
 
 _CARD = """\

@@ -16,8 +16,9 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.files import check_output_is_new, write_folder
 from fms_fsdp.hf.families import config_to_hf
 from fms_fsdp.hf.upstream import find_upstream_checkpoint, open_upstream_checkpoint
-from fms_fsdp.hf.weights import DTYPES, save_weights, weight_map
+from fms_fsdp.hf.weights import save_weights, weight_map
 from fms_fsdp.models.flops import num_params
+from fms_fsdp.parallel.dtypes import DTYPES
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ import torch
 from fms_fsdp.config.values import format_bytes, shown
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import gather_objects
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import free_bytes, read_json_object, sync_to_disk
 from fms_fsdp.hf.families import find_family, read_config
@@ -35,7 +36,6 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.llama import LanguageModel
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CODES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -378,7 +378,7 @@ def load_weights(
         fill(model, open_checkpoint(folder, flag))
     except ValueError as error:
         problem = str(error)
-    problems = [each for each in mesh.gather(problem) if each]
+    problems = [each for each in gather_objects(problem) if each]
     if problems:
         raise UserError(problems[0])
 

@@ -13,6 +13,7 @@ from fms_fsdp.data.batch import Batch, fingerprint
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.distributed.dtensor import local_shard, num_copies
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import gather_objects
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.state import StepResult
 
@@ -143,7 +144,7 @@ def describe_data(stream: Stream, mesh: Mesh, step: int) -> str:
             documents = stream.documents(step)
     except (UserError, RunFailed, OSError) as error:
         failure = " ".join(str(error).split())
-    for rank, found in enumerate(mesh.gather(failure)):
+    for rank, found in enumerate(gather_objects(failure)):
         if found:
             return f"The data cannot be read again (rank {rank}: {found})."
     if batch is None:

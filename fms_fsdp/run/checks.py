@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.values import shown
+from fms_fsdp.config.values import format_bytes, shown
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import restarts_in_agent_store
 from fms_fsdp.errors import UserError
@@ -180,8 +180,8 @@ def check_folders(cfg: TrainConfig, checkpoint_bytes: int) -> None:
     free = free_bytes(_nearest_existing(cfg.ckpt_save_path))
     if free is not None and checkpoint_bytes > free:
         raise UserError(
-            f"--ckpt_save_path={cfg.ckpt_save_path} requires {_size(checkpoint_bytes)} for one "
-            f"checkpoint, and {_size(free)} is free; free disk space, or choose another folder"
+            f"--ckpt_save_path={cfg.ckpt_save_path} requires {format_bytes(checkpoint_bytes)} for one "
+            f"checkpoint, and {format_bytes(free)} is free; free disk space, or choose another folder"
         )
     for name in RUN_FILES:
         path = Path(cfg.output_dir, name)
@@ -208,9 +208,3 @@ def _takes_files(folder: Path) -> bool:
             return True
     except OSError:
         return False
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes < 2**30:
-        return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{num_bytes / 2**30:.1f} GiB"

@@ -21,7 +21,7 @@ from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision, Precis
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.runtime import World, gather_objects
 from fms_fsdp.metrics.interval import IntervalMetrics
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig
@@ -136,7 +136,7 @@ def digests_of(model: nn.Module, mesh: Mesh) -> dict[str, str]:
         for name, p in model.named_parameters()
     ]
     whole: dict[str, torch.Tensor] = {}
-    for some in mesh.gather(parts):
+    for some in gather_objects(parts):
         for name, shape, place, part in some:
             whole.setdefault(name, torch.full(shape, math.nan))[place] = part
     return {
