@@ -65,6 +65,7 @@ from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.prepare import encode
 from fms_fsdp.prepare.documents import TextFormat
 from fms_fsdp.prepare.input_files import Slice
+from fms_fsdp.prepare.prepare_flags import ShardsConfig
 from fms_fsdp.prepare.writer import PreparedSource, ShardInfo, SliceResult, Stats
 from fms_fsdp.state import TrainMetadata
 
@@ -271,7 +272,7 @@ def measure_slices(size: int, folder: Path, flags: Any) -> Values:
     vars(encode).update(run_jobs=run_at_once, publish=lambda *_: {})
     values = Values()
     with cpu_time(values, "parent process, CPU s"):
-        encode.make_shards(encode.ShardsConfig(output=str(folder)), [source], settings)
+        encode.make_shards(ShardsConfig(output=str(folder)), [source], settings)
     return values
 
 

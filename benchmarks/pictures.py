@@ -74,7 +74,8 @@ def picture(path: Path, size: tuple[float, float]) -> Iterator[Any]:
 def memory_of(flags: str) -> dict[str, float]:
     """Returns the GiB of each part that `estimate` predicts for a rank."""
     from fms_fsdp.config.parse import parse_flags
-    from fms_fsdp.tools.estimate_command import EstimateConfig, estimate
+    from fms_fsdp.tools.estimate_command import estimate
+    from fms_fsdp.tools.tool_flags import EstimateConfig
 
     model, device, num_devices = SHAPE
     argv = [f"--model_variant={model}", f"--device={device}", f"--num_devices={num_devices}"]

@@ -11,9 +11,8 @@ import difflib
 import gc
 import importlib
 import sys
-import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fms_fsdp.console import PROGRAM, printing, set_up_streams
 from fms_fsdp.errors import RunFailed, UserError, is_for_user, is_storage_failure, read_failed
@@ -21,67 +20,98 @@ from fms_fsdp.packages import check_installed
 from fms_fsdp.process import before_torch
 
 CALLED = PROGRAM or "python -m fms_fsdp"
-# command, of one word or two → (module:function, what it does); the type of the function's
-# `config` declares the flags, and the module is imported only to run the command
+
+
+class Command(NamedTuple):
+    """A command: the class of its flags, which loads neither torch nor numpy, and its function.
+
+    Both are module:name. The function takes the flags, and is imported only when they are right.
+    """
+
+    flags: str
+    function: str
+    purpose: str
+
+
+# by the one or two words of the command
 COMMANDS = {
-    "train": (
-        "",
+    "train": Command(
+        "fms_fsdp.config:TrainConfig",
+        "fms_fsdp.launch:main",  # which takes the flags as words, and does not parse them
         "train a model with one process per GPU, as main_training.py does",
     ),
-    "prepare": (
+    "prepare": Command(
+        "fms_fsdp.prepare.prepare_flags:PrepareConfig",
         "fms_fsdp.prepare.command:main",
         "tokenize text, source code, JSON lines or Parquet into token shards",
     ),
-    "convert": (
+    "convert": Command(
+        "fms_fsdp.prepare.prepare_flags:ConvertConfig",
         "fms_fsdp.prepare.convert:main",
         "convert token ids of Megatron-LM, datatrove, Parquet or Arrow into token shards",
     ),
-    "inspect step": (
+    "inspect step": Command(
+        "fms_fsdp.tools.tool_flags:StepConfig",
         "fms_fsdp.tools.inspect_command:print_step",
         "list the files, documents and tokens of any step's sequences",
     ),
-    "inspect verify": (
+    "inspect verify": Command(
+        "fms_fsdp.tools.tool_flags:VerifyConfig",
         "fms_fsdp.tools.inspect_command:verify",
         "check every shard against its recorded counts, to the last token",
     ),
-    "evaluate": (
+    "evaluate": Command(
+        "fms_fsdp.tools.tool_flags:EvaluateConfig",
         "fms_fsdp.tools.evaluate_command:main",
         "compute the held-out loss of a checkpoint, or answer questions or tasks of lm-eval",
     ),
-    "generate": (
+    "generate": Command(
+        "fms_fsdp.tools.tool_flags:GenerateConfig",
         "fms_fsdp.tools.generate_command:main",
         "continue a prompt with the model of a checkpoint",
     ),
-    "import": (
+    "import": Command(
+        "fms_fsdp.hf.hf_flags:ImportConfig",
         "fms_fsdp.hf.import_upstream:main",
         "convert a checkpoint of upstream fms-fsdp to a Hugging Face checkpoint",
     ),
-    "export": ("fms_fsdp.hf.export:main", "write a checkpoint as a Hugging Face checkpoint"),
-    "ckpt list": (
+    "export": Command(
+        "fms_fsdp.hf.hf_flags:ExportConfig",
+        "fms_fsdp.hf.export:main",
+        "write a checkpoint as a Hugging Face checkpoint",
+    ),
+    "ckpt list": Command(
+        "fms_fsdp.tools.tool_flags:CkptListConfig",
         "fms_fsdp.tools.ckpt_command:list_checkpoints",
         "list the checkpoints of a run: size, tokens, validation loss, health",
     ),
-    "ckpt verify": (
+    "ckpt verify": Command(
+        "fms_fsdp.tools.tool_flags:CkptVerifyConfig",
         "fms_fsdp.tools.ckpt_command:verify_checkpoints",
         "check all files of the checkpoints against their checksums",
     ),
-    "ckpt inspect": (
+    "ckpt inspect": Command(
+        "fms_fsdp.tools.tool_flags:CkptInspectConfig",
         "fms_fsdp.tools.ckpt_command:inspect",
         "print shape, norm and spread of every tensor of a checkpoint",
     ),
-    "ckpt prune": (
+    "ckpt prune": Command(
+        "fms_fsdp.tools.tool_flags:CkptPruneConfig",
         "fms_fsdp.tools.ckpt_command:prune_checkpoints",
         "delete checkpoints after a step, and unfinished or corrupt ones",
     ),
-    "estimate": (
+    "estimate": Command(
+        "fms_fsdp.tools.tool_flags:EstimateConfig",
         "fms_fsdp.tools.estimate_command:main",
         "predict memory, speed and days of a training, or find the fastest layout",
     ),
-    "translate": (
+    "translate": Command(
+        "fms_fsdp.tools.translate_command:TranslateConfig",
         "fms_fsdp.tools.translate_command:main",
         "convert the configuration of another trainer into a TOML file of flags",
     ),
-    "report": (
+    "report": Command(
+        "fms_fsdp.tools.tool_flags:ReportConfig",
         "fms_fsdp.tools.report_command:main",
         "write a page of curves and tables from run directories",
     ),
@@ -122,15 +152,16 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             return 130
     from fms_fsdp.config.parse import parse_flags
 
-    before_torch()
-    run = find_command(command)
-    gc.enable()
-    config_type = typing.get_type_hints(run)["config"]
+    config_type = find_flags(command)
     try:
         with printing():
             if {"-h", "--help"} & set(argv):
-                print(f"{command}: {COMMANDS[command][1]}")
-            run(parse_flags(config_type, argv[num_words:], f"{CALLED} {command}"))
+                print(f"{command}: {COMMANDS[command].purpose}")
+            config = parse_flags(config_type, argv[num_words:], f"{CALLED} {command}")
+            before_torch()
+            run = find_command(command)
+            gc.enable()
+            run(config)
     except (UserError, OSError) as error:
         if is_storage_failure(error) and isinstance(error, OSError) and error.filename is not None:
             print(
@@ -150,11 +181,21 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     return 0
 
 
+def find_flags(command: str) -> type[Any]:
+    """Imports and returns the class that declares the flags of a command."""
+    found: type[Any] = _import(COMMANDS[command].flags)
+    return found
+
+
 def find_command(command: str) -> Callable[[Any], object]:
     """Imports and returns the function of a command."""
-    module, _, function = COMMANDS[command][0].partition(":")
-    found: Callable[[Any], object] = getattr(importlib.import_module(module), function)
+    found: Callable[[Any], object] = _import(COMMANDS[command].function)
     return found
+
+
+def _import(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) -> int:
@@ -166,7 +207,7 @@ def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) 
         with printing():
             print(f"usage: {CALLED} COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
             for name in listed:
-                print(f"  {name:<15} {COMMANDS[name][1]}")
+                print(f"  {name:<15} {COMMANDS[name].purpose}")
     if is_whole:
         hint = f"did you mean {last_words[near[0]]}?" if near else f"commands: {', '.join(listed)}"
         print(

@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch.distributed.run import get_args_parser
 
-from fms_fsdp.__main__ import COMMANDS
+from fms_fsdp.__main__ import COMMANDS, find_flags
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.parse import parse_flags
@@ -108,10 +107,8 @@ def read_by_its_parser(line: str) -> None:
             if rest[:1] == ["train"]:
                 return _parse(TrainConfig, rest[1:])
             num_words = 1 if rest[0] in COMMANDS else 2
-            module, _, name = COMMANDS[" ".join(rest[:num_words])][0].partition(":")
-            run = getattr(importlib.import_module(module), name)
             if flags := rest[num_words:]:  # without flags a sentence only names the command
-                _parse(typing.get_type_hints(run)["config"], flags)
+                _parse(find_flags(" ".join(rest[:num_words])), flags)
             return None
         if word == "benchmarks/bench_train.py":
             sys.path.insert(0, str(ROOT / "benchmarks"))

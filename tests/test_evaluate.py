@@ -35,16 +35,17 @@ from fms_fsdp.hf.trained import Trained
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.run.startup_log import changed_validation
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
 from fms_fsdp.tools.evaluate_command import (
-    EvaluateConfig,
     _shape_of_evaluation,
     _Subject,
     choice_scores,
     score_questions,
 )
+from fms_fsdp.tools.tool_flags import EvaluateConfig
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
 from tests.run.test_launch import wait_for

@@ -17,9 +17,10 @@ from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.stream import build_stream
 from fms_fsdp.generate import load
-from fms_fsdp.hf.export import ExportConfig
 from fms_fsdp.hf.export import main as export
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.hf.hf_flags import ExportConfig
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from tests.cli import metrics, run, trained
 from tests.test_evaluate import evaluations
 

@@ -24,7 +24,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.tools.evaluate_command import _shape_of_evaluation, _Subject
-from fms_fsdp.tools.generate_command import GenerateConfig
+from fms_fsdp.tools.tool_flags import GenerateConfig
 from tests.cli import CORPUS, losses, made_once, trained
 from tests.hf_folders import template, write_folder, write_tokenizer_json
 from tests.specs import planned

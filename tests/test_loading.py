@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fms_fsdp
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from tests.cli import trained
 
 

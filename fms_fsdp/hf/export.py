@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from fms_fsdp.checkpoint.run_results import (
     recorded_tokenizer,
     require_checkpoint,
 )
-from fms_fsdp.config import flag
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.config.values import typed
 from fms_fsdp.console import rewrite_line
@@ -43,6 +41,7 @@ from fms_fsdp.hf.chat import (
     read_chat_settings,
 )
 from fms_fsdp.hf.families import config_to_hf
+from fms_fsdp.hf.hf_flags import ExportConfig
 from fms_fsdp.hf.hf_tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import fuse, save_weights, weight_map
 from fms_fsdp.models.flops import num_params
@@ -60,26 +59,6 @@ Pretrained with fms_fsdp. The values below are from the checkpoint.
 | | |
 |---|---|
 """
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    """Which checkpoint to export, and how to write it."""
-
-    path: str = flag(
-        "",
-        "run, checkpoint folder (its newest checkpoint) or checkpoint",
-        form="path",
-        required=True,
-    )
-    step: int | None = flag(None, "step of the checkpoint", min=1)
-    output: str = flag("", "folder to create", form="path", required=True)
-    dtype: str = flag("bf16", "dtype of the weights", choices=tuple(DTYPES))
-    max_shard_gb: float = flag(5.0, "maximum size of a weight file in 10^9 bytes", above=0)
-
-    def __post_init__(self) -> None:
-        if not self.output:
-            raise UserError("--output is missing; name the folder to create")
 
 
 def main(config: ExportConfig) -> None:

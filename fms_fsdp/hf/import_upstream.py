@@ -7,42 +7,17 @@ in place.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from fms_fsdp.config import ModelConfig, flag
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import check_output_is_new, write_folder
 from fms_fsdp.hf.families import config_to_hf
+from fms_fsdp.hf.hf_flags import ImportConfig
 from fms_fsdp.hf.upstream import find_upstream_checkpoint, open_upstream_checkpoint
 from fms_fsdp.hf.weights import save_weights, weight_map
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.parallel.dtypes import DTYPES
-
-
-@dataclass(frozen=True)
-class ImportConfig:
-    """Which checkpoint to import, and into which folder; the model flags describe its model."""
-
-    path: str = flag(
-        "",
-        "checkpoint of upstream fms-fsdp: step_N_ckp, a .pth file or a folder of these",
-        form="path",
-        required=True,
-    )
-    output: str = flag("", "Hugging Face checkpoint to create", form="path", required=True)
-    ntk_alpha: int = flag(1, "factor of upstream's NTK scaling of RoPE; 1 is none", min=1)
-    dtype: str = flag("fp32", "dtype of the weights", choices=tuple(DTYPES))
-    max_shard_gb: float = flag(5.0, "maximum size of a weight file in 10^9 bytes", above=0)
-    model: ModelConfig = ModelConfig()
-
-    def __post_init__(self) -> None:
-        for name in ("path", "output"):
-            if not getattr(self, name):
-                raise UserError(f"--{name} is missing; name the folder")
-        if self.model.init_from_hf or self.model.hf_config:
-            raise UserError("--init_from_hf and --hf_config are flags of training; use --path")
 
 
 def main(config: ImportConfig) -> None:

@@ -6,15 +6,13 @@ import io
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fms_fsdp.config import flag
 from fms_fsdp.data.kept_tokenizer import parse_description
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.documents import Document, TextFormat, check_format, file_format, read_part
-from fms_fsdp.prepare.encode import ShardsConfig, ShardSettings, TextReader, make_shards, note
+from fms_fsdp.prepare.encode import ShardSettings, TextReader, make_shards, note
 from fms_fsdp.prepare.input_files import (
     InputFile,
     Slice,
@@ -25,6 +23,7 @@ from fms_fsdp.prepare.input_files import (
     skip_other_files,
     unique_files,
 )
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,
@@ -57,77 +56,6 @@ _SPACE = "\u2581"  # of sentencepiece
 _TRAINING_THREADS = 4  # fixed, because the trained model depends on it
 
 
-@dataclass(frozen=True)
-class PrepareConfig(ShardsConfig):
-    """The texts to read, how they become tokens, and where the shards are written."""
-
-    tokenizer: str = flag(
-        "",
-        "byte, a model file, a tokenizer.json or a folder (default: the output's own)",
-        form="path",
-    )
-    train_tokenizer: bool = flag(
-        False, "train a sentencepiece model on a sample of the inputs first"
-    )
-    vocab_size: int | None = flag(
-        None, "vocabulary size of the tokenizer to train (default: 32000)", min=300, max=1 << 20
-    )
-    tokenizer_type: str = flag(
-        "bpe", "algorithm of the tokenizer to train", choices=("bpe", "unigram")
-    )
-    tokenizer_sample_mb: int = flag(64, "MB of text to train the tokenizer on", min=1)
-    eos_token: str = flag(
-        "", "token that ends a document (default: the EOS token of the tokenizer)"
-    )
-    bos_token: str = flag(
-        "", "token stored at the start of each document, e.g. <s> (default: none)"
-    )
-    append_eos: bool = flag(
-        False, "store the EOS token in the shards (default: the loader adds it)"
-    )
-    text_key: str = flag(
-        "text",
-        "JSON key or column of the text; a.b is a field, a,b joins two columns with a newline",
-    )
-    prompt_key: str = flag("", "JSON key or column of a prompt, to which the text is the response")
-    text_separator: str = flag(
-        "", r"end of a document in text files, with \n, \t (default: none)", form="text"
-    )
-    include: tuple[str, ...] = flag(
-        (),
-        "patterns of files to read, e.g. *.py,*.md (default: all, but in a folder with records "
-        "only those with a known ending)",
-    )
-    exclude: tuple[str, ...] = flag((), "patterns of files to skip, e.g. test/*")
-    min_tokens: int = flag(1, "drop documents of fewer tokens", min=1)
-    max_tokens: int | None = flag(None, "drop documents of more tokens", min=1)
-    limit_docs: int | None = flag(None, "read at most N documents of each source", min=1)
-    dedup: bool = flag(
-        False,
-        "drop exact copies of earlier documents, over all sources of this call (24 bytes of memory "
-        "per document)",
-    )
-    max_bad_lines: int = flag(100, "stop if a source has more malformed records", min=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.train_tokenizer and self.tokenizer:
-            rule = f"--tokenizer={self.tokenizer} and --train_tokenizer cannot be used together"
-            raise UserError(f"{rule}; remove one")
-        if self.vocab_size is not None and not self.train_tokenizer:
-            raise UserError(f"--vocab_size={self.vocab_size} requires --train_tokenizer; add it")
-        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
-            raise UserError(
-                f"--max_tokens={self.max_tokens} must not be below --min_tokens={self.min_tokens}; "
-                "lower --min_tokens"
-            )
-
-    @property
-    def form(self) -> TextFormat:
-        separator = self.text_separator.replace("\\n", "\n").replace("\\t", "\t")
-        return TextFormat(self.text_key, separator, self.prompt_key)
-
-
 def prepare(config: PrepareConfig) -> dict[str, Stats]:
     """Writes shards of the inputs and returns statistics by source.
 
@@ -151,7 +79,7 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
                     f"--bos_token={config.bos_token} is not a token of the tokenizer; use another"
                 )
         reader = TextReader(
-            config.form,
+            _form(config),
             tokenizer,
             vocabulary.eos_token,
             config.append_eos,
@@ -178,14 +106,14 @@ def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> Prep
     for path in paths:
         files_of_path = find_files(path, config.include, config.exclude, config.folder)
         if not config.include:
-            files_of_path = skip_other_files(path, files_of_path, config.form)
+            files_of_path = skip_other_files(path, files_of_path, _form(config))
         found += files_of_path
     files = unique_files(found)
     note_splits(name, files)
     for file in files:
-        check_format(file.path, config.form)
+        check_format(file.path, _form(config))
     slices = plan_slices(
-        files, config.shard_tokens * _BYTES_PER_TOKEN, config.form, config.limit_docs
+        files, config.shard_tokens * _BYTES_PER_TOKEN, _form(config), config.limit_docs
     )
     return PreparedSource(name, files, tuple(slices), config.folder)
 
@@ -273,7 +201,7 @@ def _plan(
 
 def _train(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Tokenizer:
     slices = [part for source in sources for part in source.slices]
-    texts = list(sample_texts(slices, config.form, config.tokenizer_sample_mb * 10**6))
+    texts = list(sample_texts(slices, _form(config), config.tokenizer_sample_mb * 10**6))
     size = config.vocab_size or 32_000
     size_mb = sum(map(len, texts)) / 1e6
     note(f"training a {config.tokenizer_type} tokenizer of {size} tokens on {size_mb:.1f} MB")
@@ -366,3 +294,8 @@ def main(config: PrepareConfig) -> None:
     print(describe(stats))
     advice = shlex.quote(f"--data_path={config.output}")
     print(f"shards, tokenizer and counts are in {config.output}; train with {advice}")
+
+
+def _form(config: PrepareConfig) -> TextFormat:
+    separator = config.text_separator.replace("\\n", "\n").replace("\\t", "\t")
+    return TextFormat(config.text_key, separator, config.prompt_key)

@@ -22,14 +22,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fms_fsdp.config import flag
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import is_file, map_or_read
 from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.documents import Part, Problem, open_arrow
-from fms_fsdp.prepare.encode import Encoded, ShardsConfig, ShardSettings, make_shards
+from fms_fsdp.prepare.encode import Encoded, ShardSettings, make_shards
 from fms_fsdp.prepare.input_files import InputFile, Slice, find_files, parse_input, unique_files
+from fms_fsdp.prepare.prepare_flags import ConvertConfig
 from fms_fsdp.prepare.writer import (
     PreparedSource,
     ShardInfo,
@@ -45,35 +45,6 @@ PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
-
-@dataclass(frozen=True)
-class ConvertConfig(ShardsConfig):
-    """The files to convert (.idx with .bin, .ds, .parquet, .arrow), and the meaning of their ids."""
-
-    tokenizer: str = flag(
-        "", "the tokenizer that made the ids; sets --vocab_size and --eos_id", form="path"
-    )
-    vocab_size: int | None = flag(
-        None, "number of ids (default: the tokenizer's)", min=2, max=1 << 32
-    )
-    eos_id: int | None = flag(None, "id that ends a document (default: the tokenizer's)", min=0)
-    bos: str = flag(
-        "keep", "treatment of BOS tokens in the input", choices=("keep", "strip", "add")
-    )
-    bos_id: int | None = flag(None, "id of the BOS token, for --bos=strip and add", min=0)
-    column: str = flag(
-        "", "column of the ids in Parquet and Arrow files (default: tokens or input_ids)"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.tokenizer and (self.vocab_size is None or self.eos_id is None):
-            raise UserError("--tokenizer is missing; set it, or both --vocab_size and --eos_id")
-        if self.bos != "keep" and self.bos_id is None:
-            raise UserError(
-                f"--bos={self.bos} requires --bos_id; set it to the id of the BOS token"
-            )
 
 
 @dataclass(frozen=True)

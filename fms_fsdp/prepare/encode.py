@@ -27,14 +27,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fms_fsdp.config import flag
-from fms_fsdp.config.values import joined
 from fms_fsdp.data.permute import hash64
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import replace_file, sync_to_disk, write_json
 from fms_fsdp.prepare.documents import Document, Part, Problem, TextFormat, read_part
 from fms_fsdp.prepare.input_files import Slice
+from fms_fsdp.prepare.prepare_flags import ShardsConfig
 from fms_fsdp.prepare.writer import (
     SPLITS,
     PreparedSource,
@@ -62,41 +61,6 @@ _PROGRESS_S = 5.0
 DEDUP_BYTES = 24  # peak memory of `mark_copies` per document, measured by benchmarks/bench_scale.py
 DEDUP_NOTE_DOCUMENTS = 10**9  # from here on the memory is a reason to choose the machine
 _PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
-
-
-@dataclass(frozen=True)
-class ShardsConfig:
-    """The sources, and how their shards are cut and where they are written."""
-
-    input: str = flag(
-        "",
-        "[NAME=]PATH[,…]: files, folders, quoted globs; NAME defaults to the folder's",
-        positional=True,
-        required=True,
-    )
-    output: str = flag(
-        "", "folder for the shards: the --data_path of training", form="path", required=True
-    )
-    split: tuple[float, ...] = flag(
-        (1.0,), "ratios of train[,validation[,test]] by hash of a text: 949,50,1"
-    )
-    shard_tokens: int = flag(
-        1 << 24, "maximum tokens per shard, unless a document is longer", min=1
-    )
-    num_workers: int | None = flag(None, "worker processes (default: one per core)", min=1)
-    overwrite: bool = flag(False, "replace sources made from other inputs or with other options")
-
-    def __post_init__(self) -> None:
-        if not self.output:
-            raise UserError("--output is missing; name the folder for the shards")
-        if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or self.split[0] <= 0:
-            raise UserError(
-                f"--split={joined(self.split)} must be one to three ratios, e.g. 949,50,1"
-            )
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.output).expanduser()
 
 
 class Encoded(NamedTuple):

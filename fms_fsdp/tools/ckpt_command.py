@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, read_checkpoint
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.checkpoint.run_results import require_checkpoint
-from fms_fsdp.config import flag
 from fms_fsdp.config.values import counted
 from fms_fsdp.console import rewrite_line, table
 from fms_fsdp.errors import UserError
@@ -28,53 +26,17 @@ from fms_fsdp.hf.trained import check_no_step
 from fms_fsdp.hf.weights import is_hf_checkpoint, open_checkpoint, weight_map
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.state import TrainMetadata
+from fms_fsdp.tools.tool_flags import (
+    CkptInspectConfig,
+    CkptListConfig,
+    CkptPruneConfig,
+    CkptVerifyConfig,
+)
 
 Stats = dict[str, Any]
 LIST_HEAD = ("checkpoint", "GiB", "tokens", "validation loss", "state")
 COLUMNS = ("norm", "mean", "std", "min", "max", "zeros", "non_finite")
 _LARGEST_RMS = 1e4  # of a weight; trained ones are below 10
-_PATH = "run directory, folder of checkpoints, or one checkpoint"
-
-
-@dataclass(frozen=True)
-class CkptListConfig:
-    """Lists every checkpoint with its size, tokens, validation loss and state."""
-
-    path: str = flag("", _PATH, positional=True, form="path", required=True)
-
-
-@dataclass(frozen=True)
-class CkptVerifyConfig:
-    """Compares every byte of every checkpoint with its checksum."""
-
-    path: str = flag("", _PATH, positional=True, form="path", required=True)
-    weights: bool = flag(False, "also read every weight, and find non-finite and absurd values")
-
-
-@dataclass(frozen=True)
-class CkptPruneConfig:
-    """Deletes checkpoints; without --yes the command only shows which."""
-
-    path: str = flag("", "run directory or folder of checkpoints", form="path", required=True)
-    after: int | None = flag(None, "delete all checkpoints of later steps", min=0)
-    leftovers: bool = flag(False, "also delete unfinished, corrupt and superseded checkpoints")
-    yes: bool = flag(False, "delete; without this flag nothing is changed")
-
-
-@dataclass(frozen=True)
-class CkptInspectConfig:
-    """Prints shape, norm, mean, spread, zeros and non-finite values of every tensor."""
-
-    path: str = flag(
-        "",
-        "run directory, folder of checkpoints (the newest is read), checkpoint or Hugging Face checkpoint",
-        positional=True,
-        form="path",
-        required=True,
-    )
-    step: int | None = flag(None, "read the checkpoint of this step", min=1)
-    optimizer: bool = flag(False, "also print the optimizer's tensors")
-    json: bool = flag(False, "print one JSON object")
 
 
 def list_checkpoints(config: CkptListConfig) -> None:

@@ -20,12 +20,11 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 from fms_fsdp.checkpoint.retention import parse_schedule
-from fms_fsdp.config import EvalConfig, ParallelConfig, TrainConfig, TrainingConfig, flag
-from fms_fsdp.config.batch_plan import BatchPlan, check_ramp, divisors
+from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config.batch_plan import divisors
 from fms_fsdp.config.flag import non_defaults, unused_flags
 from fms_fsdp.config.values import counted, typed
 from fms_fsdp.console import table
@@ -36,162 +35,13 @@ from fms_fsdp.plan import candidates, complete, largest_fit, plan, resolve
 from fms_fsdp.predict.devices import Device, find_device
 from fms_fsdp.predict.memory import GIB, Memory, Step
 from fms_fsdp.predict.speed import sent, sent_summary, step_time
-from fms_fsdp.run.machine import ESTIMATE_MARGIN, Machine
+from fms_fsdp.run.machine import ESTIMATE_MARGIN
 from fms_fsdp.run.memory_budget import MemoryBudget
 from fms_fsdp.run.startup_log import describe_axes, describe_ramp
 from fms_fsdp.state import RunConfig
+from fms_fsdp.tools.tool_flags import EstimateConfig
 
-_USUAL_TOKENS = 10**12  # of a run without a length
 _DAY_S = 86400.0
-
-
-@dataclass(frozen=True)
-class PlannedEvaluations(EvalConfig):
-    """The validations of a planned run, which has some, unlike a training by default."""
-
-    eval_interval: int = flag(1000, "steps between validations; 0 is off", min=0)
-
-
-@dataclass(frozen=True)
-class EstimateFlags:
-    """The flags of the command itself."""
-
-    parameters: int | None = flag(
-        None, "number of parameters instead of a variant; without attention", min=1
-    )
-    num_devices: int = flag(8, "number of devices", min=1, max=2**20)
-    devices_per_node: int = flag(8, "number of devices of a node", min=1, max=2**20)
-    tflops: float | None = flag(
-        None, "achieved TFLOP/s of a device, recomputation included", min=1e-9
-    )
-    device: str | None = flag(None, "device of predict/devices.toml, whose speed is predicted")
-    hardware: str = flag(
-        "",
-        "FILE.toml with devices of your own, such as fms_fsdp/predict/devices.toml",
-        form="path",
-        needs="device",
-    )
-    tokens_per_sec_per_device: float | None = flag(None, "measured tokens/s of a device", min=1e-9)
-    batch_tokens: int = flag(4_194_304, "tokens of a step, unless flags set its batch", min=1)
-    save_s: float = flag(10.0, "seconds that the loop waits in a save", min=0)
-    eval_s: float = flag(60.0, "seconds of a validation", min=0)
-    restarts_a_week: float = flag(
-        2.0, "launches that end early per week; each loses half a save interval", min=0
-    )
-    restart_s: float = flag(600.0, "seconds from the end of a launch to the next step", min=0)
-    search: bool = flag(
-        False, "find the fastest layouts that fit; layout flags that are set stay", needs="device"
-    )
-    json: bool = flag(False, "print the prediction as JSON, a search as a list", needs="device")
-
-
-@dataclass(frozen=True)
-class EstimateConfig(TrainConfig, EstimateFlags):
-    """The model to train, the devices, and the interruptions of the run.
-
-    A device or one of two rates must be set. All flags of a training are flags too.
-    """
-
-    eval: PlannedEvaluations = PlannedEvaluations()
-
-    def __post_init__(self) -> None:
-        rates = ("tflops", "tokens_per_sec_per_device", "device")
-        given = [f"--{name}" for name in rates if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} cannot be used together; remove {given[0]}")
-        if not given:
-            raise UserError(
-                "estimate requires a device or its rate; set --device, e.g. h100_80gb, --tflops or "
-                "--tokens_per_sec_per_device"
-            )
-        if self.training.epochs() is not None:
-            raise UserError(
-                f"--num_epochs={typed(self.training.num_epochs)} requires data; set --num_tokens"
-            )
-        if self.device is None and "auto" in (self.parallel.recompute, self.training.batch_size):
-            raise UserError(
-                "auto requires the memory of a device; set --device, or --recompute and --batch_size"
-            )
-        if self.device is not None and self.parameters is not None:
-            raise UserError("--parameters is not supported with --device; set --model_variant")
-        super().__post_init__()
-        if self.device is None and self.training.rampup_batch_size:
-            check_ramp(self.batches)
-
-    @cached_property
-    def machine(self) -> Machine:
-        """The devices in nodes; those of a rate have any memory.
-
-        Raises:
-            UserError: there is no such device, or the last node would not be full.
-        """
-        number = self.num_devices
-        node = min(number, self.devices_per_node)
-        if number % node:
-            below = number // node * node
-            raise UserError(
-                f"--num_devices={number} must be divisible by --devices_per_node={node}; "
-                f"use {below} or {below + node}"
-            )
-        if self.device is None:
-            return Machine.of_gpus(2**62, number, node)
-        named = Machine.named(self.device, number, node, self.hardware)
-        return replace(named, margin=ESTIMATE_MARGIN)
-
-    @cached_property
-    def length(self) -> TrainingConfig:
-        """The section of the length, with a usual one if no flag sets it."""
-        training = self.training
-        lengths = (training.num_steps, training.num_samples, training.num_tokens)
-        if lengths == (None, None, None):
-            training = replace(training, num_tokens=_USUAL_TOKENS)
-        return training
-
-    @property
-    def unit_tokens(self) -> int:
-        """The tokens of the unit in which `batches` counts: a sequence with a ramp, otherwise one."""
-        return self.data.seq_length if self.training.rampup_batch_size else 1
-
-    @cached_property
-    def batches(self) -> BatchPlan:
-        """The batch of each step, as if on one rank."""
-        training = self.training
-        sequences = training.global_batch_size
-        if sequences is None and training.micro_batch_size and training.grad_accum_steps:
-            ranks = resolve(self, self.machine).dims.size("dp")
-            sequences = training.micro_batch_size * training.grad_accum_steps * ranks
-        tokens = self.batch_tokens
-        if sequences is not None:
-            tokens = sequences * self.data.seq_length
-        return BatchPlan(tokens // self.unit_tokens, 1, 1, self.training.rampup, True)
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of the run."""
-        length = self.length
-        if length.num_steps is not None:
-            return self.unit_tokens * self.batches.samples_in(length.num_steps)
-        if length.num_tokens is not None:
-            return length.num_tokens
-        assert length.num_samples is not None
-        return length.num_samples * self.data.seq_length
-
-    @property
-    def num_steps(self) -> int:
-        if self.training.num_steps:
-            return self.training.num_steps
-        num_units = -(-self.num_tokens // self.unit_tokens)  # rounded up
-        return self.batches.steps_for(num_units)
-
-    @property
-    def idle_tokens(self) -> int:
-        """The tokens that devices without a sequence could compute in the small batches of a ramp."""
-        last = self.num_steps
-        idle = 0
-        for phase, following in pairwise(self.batches.phases()):
-            steps = min(following.step, last) - min(phase.step, last)
-            idle += steps * max(0, self.num_devices - phase.batch)
-        return self.unit_tokens * idle
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ import torch
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
 from fms_fsdp.checkpoint.run_results import require_checkpoint
-from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, TrainConfig, flag
-from fms_fsdp.config.flag import only_one
+from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.values import joined
 from fms_fsdp.console import table
 from fms_fsdp.data.validation import close_held_out, open_held_out, scan_held_out
@@ -41,8 +40,8 @@ from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.files import finite_json
 from fms_fsdp.generate import TextModel, check_logits, encode_texts, read_lines
-from fms_fsdp.hf.export import ExportConfig
 from fms_fsdp.hf.export import main as export
+from fms_fsdp.hf.hf_flags import ExportConfig
 from fms_fsdp.hf.trained import Trained, open_trained, trained
 from fms_fsdp.hf.weights import load_weights
 from fms_fsdp.logs import set_up_log
@@ -51,69 +50,11 @@ from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.packages import is_installed
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.generate_command import load_with_tokenizer
+from fms_fsdp.tools.tool_flags import EvaluateConfig
 
-_HELD_OUT_FLAGS = ("data_path", "eval_data_path", "eval_datasets", "eval_steps", "eval_test")
-_TASK_FLAGS = ("task_path", "num_fewshot", "limit")
 _HF_SEQ_LENGTH = 4096  # at most, for a Hugging Face checkpoint
 
 Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Which checkpoint to evaluate, and on which data. Defaults are the values of the run."""
-
-    path: str = flag(
-        "",
-        "run, checkpoint folder (its newest checkpoint) or Hugging Face checkpoint",
-        form="path",
-    )
-    step: int | None = flag(None, "step of the checkpoint", min=1)
-    data_path: str = flag("", "folder of the run's token shards (default: the run's)", form="path")
-    eval_data_path: str = flag(
-        "", "held-out shards (default: the run's, or validation/ in data_path)", form="path"
-    )
-    eval_datasets: tuple[str, ...] = flag((), "held-out sources (default: the run's, or all)")
-    eval_steps: int | None = flag(None, "batches per source (default: the run's)", min=1)
-    eval_test: bool = flag(False, "also evaluate test/ in data_path, or the run's test_data_path")
-    sep_token: int | None = flag(None, "EOS id of shards that do not record it", min=0)
-    seq_length: int | None = flag(
-        None, "tokens per sequence (default: the run's; of a Hugging Face checkpoint 4096)", min=1
-    )
-    batch_size: int | None = flag(
-        None, "sequences per pass and device (default: the run's, or 1)", min=1
-    )
-    questions: str = flag(
-        "",
-        "file of JSON lines with prompt, choices and answer (index of the right choice), instead of "
-        "held-out data",
-        form="path",
-    )
-    tasks: tuple[str, ...] = flag((), "tasks of lm-evaluation-harness, instead of held-out data")
-    task_path: str = flag("", "folder of YAML files that define more tasks", form="path")
-    num_fewshot: int | None = flag(
-        None, "examples before each question (default: the task's)", min=0
-    )
-    limit: int | None = flag(None, "number of questions per task, for a trial", min=1)
-    json: bool = flag(False, "print one JSON object")
-
-    def __post_init__(self) -> None:
-        only_one(self, "tasks", "questions")
-        instead = "--tasks" if self.tasks else "--questions"
-        if self.tasks or self.questions:
-            for name in _HELD_OUT_FLAGS:
-                value = getattr(self, name)
-                if value:
-                    given = f"--{name}={joined(value)}"
-                    raise UserError(f"{given} has no effect with {instead}; remove it")
-        if not self.tasks:
-            for name in _TASK_FLAGS:
-                value = getattr(self, name)
-                if value:
-                    given = f"--{name}={joined(value)}"
-                    raise UserError(
-                        f"{given} has no effect without --tasks; remove it, or set --tasks"
-                    )
 
 
 @dataclass(frozen=True)

@@ -5,46 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fms_fsdp.checkpoint.run_results import is_rank0
-from fms_fsdp.config import flag
-from fms_fsdp.config.flag import only_one
 from fms_fsdp.errors import UserError
 from fms_fsdp.generate import Sampling, TextModel, load, read_lines, stream_text
-
-
-@dataclass(frozen=True)
-class GenerateConfig:
-    """Checkpoint, prompts and sampling."""
-
-    path: str = flag(
-        "",
-        "run, checkpoint folder (its newest checkpoint) or Hugging Face checkpoint",
-        form="path",
-        required=True,
-    )
-    step: int | None = flag(None, "step of the checkpoint", min=1)
-    prompt: str = flag("", "text to continue (default: a new document)", form="text")
-    prompts: str = flag("", "file with one prompt per line, instead of --prompt", form="path")
-    interactive: bool = flag(False, "read prompts from stdin, one per line, and answer each")
-    num_samples: int = flag(1, "texts per prompt", min=1)
-    max_new_tokens: int = flag(200, "maximum tokens per text", min=1)
-    temperature: float = flag(0.8, "sampling temperature; 0 takes the most likely token", min=0)
-    top_k: int = flag(0, "sample from the k most likely tokens; 0 is off", min=0)
-    top_p: float = flag(
-        1.0, "sample from the most likely tokens that have this probability", above=0, max=1
-    )
-    seed: int = flag(0, "sampling seed; the same seed gives the same text", min=0)
-    batch_size: int = flag(16, "texts per forward pass", min=1)
-    dtype: str = flag("fp32", "dtype of weights and computation", choices=("fp32", "bf16"))
-    json: bool = flag(False, "print one JSON object per text")
-
-    def __post_init__(self) -> None:
-        only_one(self, "prompt", "prompts", "interactive")
+from fms_fsdp.tools.tool_flags import GenerateConfig
 
 
 def main(config: GenerateConfig) -> None:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fms_fsdp.config import DataConfig, flag
+from fms_fsdp.config import DataConfig
 from fms_fsdp.config.values import counted
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, fingerprint
 from fms_fsdp.data.corpus import Corpus, Source, check_shard, open_corpus
@@ -33,23 +33,12 @@ from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.run.resume import choose_checkpoint
 from fms_fsdp.run.setup import open_stream
 from fms_fsdp.state import RunConfig, read_run_config
+from fms_fsdp.tools.tool_flags import StepConfig, VerifyConfig
 
 EXCERPT = 80  # tokens and characters
 SLICE_TOKENS = 1 << 20
 MAX_PROBLEMS = 5  # per shard
 PROGRESS_INTERVAL_S = 5.0
-
-
-@dataclass(frozen=True)
-class StepConfig:
-    """Which sequences of which step to list."""
-
-    run: str = flag("", "run directory", form="path")
-    data_path: str = flag("", "folder of the token shards (default: the run's)", form="path")
-    step: int | None = flag(None, "step, from 1", min=1)
-    rows: str = flag("", "a:b lists sequences a to b-1 of the global batch (default: all)")
-    text: bool = flag(False, "show how the text of each document begins")
-    json: bool = flag(False, "print one JSON object per sequence")
 
 
 @dataclass(frozen=True)
@@ -244,22 +233,6 @@ def _format_sequence(record: dict[str, Any]) -> str:
             shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
             lines.append(f"      {shown[:EXCERPT]}")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class VerifyConfig:
-    """Which shards to read."""
-
-    run: str = flag("", "run directory; its data is also compared with its checkpoint", form="path")
-    data_path: str = flag("", "folder of the token shards (default: the run's)", form="path")
-    datasets: tuple[str, ...] = flag((), "sources (default: the run's, or all)")
-    vocab_size: int | None = flag(
-        None, "vocabulary size (default: the run's, or the shards')", min=1
-    )
-    sep_token: int | None = flag(
-        None, "id of the separator (default: the run's, or the shards')", min=0
-    )
-    num_threads: int = flag(4, "shards read at the same time", min=1)
 
 
 def verify(config: VerifyConfig) -> None:

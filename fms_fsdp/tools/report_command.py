@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fms_fsdp.checkpoint.folders import checkpoint_steps, read_metadata
-from fms_fsdp.config import TrainConfig, flag, flag_table
+from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import read_json, write_atomically
 from fms_fsdp.state import located_sections
+from fms_fsdp.tools.tool_flags import ReportConfig
 
 MAX_POINTS = 1000  # per curve
 MAX_EVENTS = 200  # per run
@@ -26,26 +26,6 @@ MAX_SOURCES = 64
 OTHER_SOURCES = "tokens/(other sources)"
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ReportConfig:
-    """A page of curves and tables from run directories."""
-
-    runs: tuple[str, ...] = flag(
-        (),
-        "run directories; several runs are overlaid",
-        positional=True,
-        form="path",
-        required=True,
-    )
-    output: str = flag(
-        "", "HTML file to write (default: report.html in the first run directory)", form="path"
-    )
-
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise UserError("no run directory given; use `report RUN [RUN …]`")
 
 
 def main(config: ReportConfig) -> None:

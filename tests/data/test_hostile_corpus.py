@@ -11,7 +11,8 @@ import pytest
 
 from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.validation import open_held_out, scan_held_out
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from tests.data.corpora import write_corpus, write_counts
 
 NAMES = ["../../victim", "/etc/passwd", "a/b", "..", "a\0b", "a\nb", "a\x1b[2Jb", "", 7, None]

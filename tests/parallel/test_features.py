@@ -16,7 +16,8 @@ import torch
 from fms_fsdp.__main__ import main
 from fms_fsdp.distributed.runtime import World
 from fms_fsdp.errors import UserError
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from tests.cli import CORPUS, TINY, last_of_each, metrics, trained
 from tests.distributed.launch import train_each
 from tests.hf.test_export import differing_logits

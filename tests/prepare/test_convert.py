@@ -15,8 +15,9 @@ import pytest
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.prepare.command import PrepareConfig, prepare
-from fms_fsdp.prepare.convert import ConvertConfig, convert
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.convert import convert
+from fms_fsdp.prepare.prepare_flags import ConvertConfig, PrepareConfig
 from fms_fsdp.prepare.writer import Stats, describe
 from tests.data.corpora import write_scalars
 

@@ -19,9 +19,10 @@ import pytest
 import zstandard
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
 from fms_fsdp.prepare.documents import Problem, TextFormat
 from fms_fsdp.prepare.input_files import find_files, parse_input
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.prepare.writer import Stats
 from tests.prepare.test_documents import FORM, read_all
 

@@ -22,8 +22,9 @@ from fms_fsdp.__main__ import main as program
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.prepare import encode
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
 from fms_fsdp.prepare.input_files import parse_input
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.prepare.writer import ShardInfo, ShardWriter, describe
 from fms_fsdp.run.run_dir import lock_folder
 from fms_fsdp.tokenizers.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from fms_fsdp.run.resume import ResumePoint, check_resume, list_changes
 from fms_fsdp.run.setup import Found
 from fms_fsdp.run.startup_log import describe
 from fms_fsdp.state import RunConfig, TrainMetadata, read_run_config
-from fms_fsdp.tools.estimate_command import EstimateConfig
+from fms_fsdp.tools.tool_flags import EstimateConfig
 from tests.cases import cases
 from tests.cli import TINY, trained
 from tests.distributed.launch import run_ranks

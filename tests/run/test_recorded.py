@@ -11,7 +11,8 @@ import pytest
 
 from fms_fsdp.config import CheckpointConfig, DataConfig, TrainConfig, as_dict, from_dict
 from fms_fsdp.data.batch import fingerprint
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.state import located_sections, working_folder
 from fms_fsdp.tools.inspect_command import open_run_data
 from fms_fsdp.tools.report_command import load_run

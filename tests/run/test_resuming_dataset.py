@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from tests.cli import metrics, trained
 
 FLAGS = ("--model_variant=tiny", "--seq_length=32", "--global_batch_size=4", "--report_interval=1")

@@ -11,7 +11,8 @@ import pytest
 
 import fms_fsdp
 from fms_fsdp.data.kept_tokenizer import find_tokenizer, folder_tokenizer
-from fms_fsdp.prepare.command import PrepareConfig, prepare
+from fms_fsdp.prepare.command import prepare
+from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.tokenizers.tokenizer import Tokenizer, UsedTokenizer, check_same_tokenizer
 from tests.cli import CORPUS, run, trained
 from tests.hf_folders import change_json

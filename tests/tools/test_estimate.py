@@ -9,7 +9,8 @@ import pytest
 from fms_fsdp.__main__ import main
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.values import rounded_bytes
-from fms_fsdp.tools.estimate_command import EstimateConfig, days_by_rate
+from fms_fsdp.tools.estimate_command import days_by_rate
+from fms_fsdp.tools.tool_flags import EstimateConfig
 from tests.cases import cases
 
 

@@ -14,7 +14,8 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.errors import UserError
 from fms_fsdp.run.machine import ESTIMATE_MARGIN
-from fms_fsdp.tools.estimate_command import EstimateConfig, estimate, search
+from fms_fsdp.tools.estimate_command import estimate, search
+from fms_fsdp.tools.tool_flags import EstimateConfig
 from tests.cases import cases
 
 N = 6_738_415_616  # parameters of 7b
