@@ -45,7 +45,10 @@ def main(argv: list[str]) -> int:
     with ExitStack() as at_end, status:
         print_listing(argv)
         parsed = parse(TrainConfig, argv)
-        # Only now, because they import torch: a mistyped flag is reported at once.
+        # Imported only now, because a mistyped flag needs none of it, and torch takes seconds to load.
+        from fms_fsdp.run.early_checks import check_before_torch
+
+        check_before_torch(parsed.config)
         from fms_fsdp import stages
         from fms_fsdp.metrics.timer import LaunchPhases
         from fms_fsdp.train import StepSettings, train

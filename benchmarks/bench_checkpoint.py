@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fms_fsdp.distributed.mesh import Mesh
+    from fms_fsdp.distributed.world import World
     from fms_fsdp.optim.optimizers import Optimizers
     from fms_fsdp.state import TrainMetadata
 
@@ -95,7 +96,7 @@ def build_run(folder: Path, variant: str) -> tuple[Mesh, nn.Module, Optimizers, 
         "--seq_length=128",
         f"--output_dir={folder / 'run'}",
     ]
-    cfg, world = parse_flags(TrainConfig, flags), runtime.World.from_env()
+    cfg, world = parse_flags(TrainConfig, flags), World.from_env()
     device, seed = runtime.pick_device(world), cfg.training.seed
     runtime.init_distributed(cfg.parallel, cfg.training, world, device)
     run = plan(cfg, Machine.here(world, device).measured(device))
@@ -117,7 +118,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     from fms_fsdp.checkpoint.folders import find_checkpoint
     from fms_fsdp.checkpoint.io import collect_tensors, load_checkpoint
     from fms_fsdp.config import CheckpointConfig
-    from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.distributed.world import World
     from fms_fsdp.run.checkpoints import CheckpointManager
 
     world = World.from_env()

@@ -144,8 +144,9 @@ def train_layout(
     """What one rank finds in the layout (collective): losses, norms and seconds of the steps, memory, and the
     bytes of one more step, counted and predicted."""
     from fms_fsdp.config import FP32, ParallelConfig
-    from fms_fsdp.distributed.mesh import Mesh, plan_dims
-    from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.distributed.dims import plan_dims
+    from fms_fsdp.distributed.mesh import Mesh
+    from fms_fsdp.distributed.world import World
     from fms_fsdp.models.config import TransformerConfig
     from fms_fsdp.predict.memory import Step, estimate_memory
     from fms_fsdp.predict.meter import ModelSetup

@@ -55,7 +55,8 @@ from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import World, gather_objects, init_distributed, run_on_rank0
+from fms_fsdp.distributed.runtime import gather_objects, init_distributed, run_on_rank0
+from fms_fsdp.distributed.world import World
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.variants import VARIANTS

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.config import NUM_BYTES, ParallelConfig, Precision
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.variants import VARIANTS, canonical_variant

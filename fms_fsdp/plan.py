@@ -26,7 +26,7 @@ from fms_fsdp.config.values import rounded_bytes
 from fms_fsdp.data.inspection import end_of_epochs
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import plan_dims
+from fms_fsdp.distributed.dims import plan_dims
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.variants import resolve_model

@@ -23,6 +23,7 @@ from fms_fsdp.config.values import counted
 from fms_fsdp.distributed import runtime
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import run_on_rank0
+from fms_fsdp.distributed.world import World
 from fms_fsdp.logs import close_log_files, log, log_for_files, log_note, log_to_file, set_up_log
 from fms_fsdp.metrics.profiling import StepProfiler
 from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
@@ -56,7 +57,7 @@ def plan_launch(
     """
     # Flags and this machine. A flag that is wrong in itself ends the launch before ranks connect.
     cfg = parsed.config
-    world = runtime.World.from_env()
+    world = World.from_env()
     set_up_log(world.rank, has_time=not parsed.dry_run)
     device = runtime.pick_device(world)
     machine = Machine.here(world, device)

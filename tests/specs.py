@@ -11,7 +11,8 @@ import torch
 from fms_fsdp.config import FP32, BatchPlan, Precision, TrainConfig
 from fms_fsdp.config.parse import parse
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import World, pick_device
+from fms_fsdp.distributed.runtime import pick_device
+from fms_fsdp.distributed.world import World
 from fms_fsdp.logs import log
 from fms_fsdp.metrics.timer import LaunchPhases
 from fms_fsdp.models.config import TransformerConfig

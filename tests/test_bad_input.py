@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.logs import set_up_log
 from fms_fsdp.run.stop import job_end

@@ -592,18 +592,43 @@ def test_needed_flag_must_be_a_flag() -> None:
 
 CODE = """
 import runpy, sys
-sys.argv = ["fms_fsdp", *{argv}]
+program = {program!r}
+sys.argv = [program, *{argv}]
+run = runpy.run_path if program.endswith(".py") else runpy.run_module
 try:
-    runpy.run_module("fms_fsdp", run_name="__main__")
+    run(program, run_name="__main__")
 except SystemExit as ended:
-    print("status", ended.code, [name for name in ("torch", "numpy", "pyarrow") if name in sys.modules])
+    print("status", ended.code, [name for name in ("torch", "pyarrow") if name in sys.modules])
 """
+
+
+def check_ends_without_torch(program: str, argv: list[str], status: int) -> str:
+    """Runs a program, and returns what it writes to stderr."""
+    code = CODE.format(program=program, argv=argv)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == f"status {status} []", done.stderr
+    return done.stderr
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
 @pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--pathh=x", 2)])
 def test_flags_are_answered_without_torch(command: str, flag: str, status: int) -> None:
     """Both took 8 CPU seconds in half of the commands."""
-    code = CODE.format(argv=[*command.split(), flag])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == f"status {status} []", done.stderr
+    check_ends_without_torch("fms_fsdp", [*command.split(), flag], status)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "--data_path is missing"),
+        ("--data_path=/nowhere", "--data_path=/nowhere is not a folder"),
+        ("--use_dummy_dataset=True --model_variant=8c", "--model_variant=8c does not exist"),
+        ("--use_dummy_dataset=True --tp_size=3", "--tp_size=3 must divide the world size"),
+        ("--use_dummy_dataset=True --num_attention_heads=7", "--num_attention_heads=7 must divide"),
+    ],
+)
+def test_launch_is_rejected_without_torch(flags: str, words: str) -> None:
+    """It took 11 CPU seconds to say that --data_path is missing."""
+    argv = ["--model_variant=tiny", *flags.split()]
+    error = check_ends_without_torch("main_training.py", argv, 2)
+    assert error.startswith(f"error: {words}") and error.count("\n") == 1

@@ -16,7 +16,7 @@ import pytest
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.parse import PRESETS
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.logs import set_up_log
 from tests.specs import planned

@@ -10,7 +10,8 @@ import torch
 
 from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import ParallelConfig
-from fms_fsdp.distributed.runtime import World, min_over_ranks, run_on_rank0
+from fms_fsdp.distributed.runtime import min_over_ranks, run_on_rank0
+from fms_fsdp.distributed.world import World
 from fms_fsdp.packages import is_installed
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.dtypes import cpu_has_bf16

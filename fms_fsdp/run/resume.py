@@ -21,7 +21,8 @@ from fms_fsdp.checkpoint.folders import (
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
-from fms_fsdp.distributed.runtime import World, gather_objects, run_on_rank0
+from fms_fsdp.distributed.runtime import gather_objects, run_on_rank0
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError, read_failed
 from fms_fsdp.files import exists
 from fms_fsdp.logs import log

@@ -23,7 +23,7 @@ from fms_fsdp.process import process_age_s
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig
-    from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.distributed.world import World
     from fms_fsdp.state import RunConfig
 
 

@@ -16,12 +16,8 @@ from fms_fsdp.data.corpus import Corpus, open_corpus
 from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import Stream, build_stream
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import (
-    World,
-    on_every_rank,
-    run_long_on_rank0,
-    run_on_rank0,
-)
+from fms_fsdp.distributed.runtime import on_every_rank, run_long_on_rank0, run_on_rank0
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.metrics.timer import LaunchPhases
 from fms_fsdp.models.config import TransformerConfig

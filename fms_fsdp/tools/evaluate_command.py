@@ -27,15 +27,16 @@ from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, T
 from fms_fsdp.config.values import joined
 from fms_fsdp.console import table
 from fms_fsdp.data.validation import close_held_out, open_held_out, scan_held_out
-from fms_fsdp.distributed.mesh import Mesh, plan_dims
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import (
-    World,
     collective_timeout,
     init_distributed,
     pick_device,
     run_on_rank0,
     shut_down,
 )
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.files import finite_json

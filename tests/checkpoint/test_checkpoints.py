@@ -22,7 +22,7 @@ from fms_fsdp.checkpoint.folders import (
 from fms_fsdp.checkpoint.retention import parse_schedule
 from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.world import World
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.run.resume import ResumePoint
 from fms_fsdp.run.startup_log import save_estimates

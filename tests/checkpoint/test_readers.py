@@ -14,7 +14,7 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, CorruptCheckpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.run import resume
 from tests.checkpoint.signing import flip_a_bit

@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from fms_fsdp.config import ParallelConfig, TrainConfig, TrainingConfig
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import AXES, Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World, collective_timeout, init_distributed
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.mesh import AXES, Mesh
+from fms_fsdp.distributed.runtime import collective_timeout, init_distributed
+from fms_fsdp.distributed.world import World
 from tests.distributed.launch import run_ranks
 
 

@@ -18,7 +18,8 @@ from fms_fsdp import versions
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.distributed import runtime
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import World, _store_of_attempt, check_open_file_limit
+from fms_fsdp.distributed.runtime import _store_of_attempt, check_open_file_limit
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.run.checks import machine_notes
 from fms_fsdp.run.machine import Machine

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import BF16, FP32, NUM_BYTES, ParallelConfig, Precision
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.world import World
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.llama import Llama

@@ -170,8 +170,9 @@ def gradients_outlive_the_optimizer() -> None:
     import torch.distributed as dist
 
     from fms_fsdp.config import ParallelConfig, Precision
-    from fms_fsdp.distributed.mesh import Mesh, plan_dims
-    from fms_fsdp.distributed.runtime import World
+    from fms_fsdp.distributed.dims import plan_dims
+    from fms_fsdp.distributed.mesh import Mesh
+    from fms_fsdp.distributed.world import World
     from fms_fsdp.models.config import TransformerConfig
     from fms_fsdp.parallel.fsdp import await_optimizer
     from fms_fsdp.parallel.parallelize import parallelize

@@ -98,12 +98,13 @@ def run_rank(start: Start, rank: int, port: int, folder: Path) -> None:
 
     from fms_fsdp.config import ParallelConfig, TrainingConfig
     from fms_fsdp.distributed import runtime
+    from fms_fsdp.distributed.world import World
 
     if start.device_type == "cpu":
         torch.set_num_threads(1)
     if start.compile_backend:
         torch.compile = partial(torch.compile, backend=start.compile_backend)
-    world = runtime.World.from_env()
+    world = World.from_env()
     device = runtime.pick_device(world)
     section = ParallelConfig(
         sharding_strategy="none" if start.world == 1 else "fsdp",

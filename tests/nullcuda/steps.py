@@ -27,8 +27,9 @@ import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401 - registe
 
 from fms_fsdp.config import OptimConfig, ParallelConfig, PrecisionConfig  # noqa: E402
 from fms_fsdp.data.batch import Batch  # noqa: E402
-from fms_fsdp.distributed.mesh import Mesh, plan_dims  # noqa: E402
-from fms_fsdp.distributed.runtime import World  # noqa: E402
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.world import World
 from fms_fsdp.metrics.timer import PhaseTimer  # noqa: E402
 from fms_fsdp.models.variants import VARIANTS, TransformerConfig  # noqa: E402
 from fms_fsdp.optim.loss_scale import LossScale  # noqa: E402

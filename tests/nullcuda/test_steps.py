@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fms_fsdp.config import ParallelConfig, PrecisionConfig
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.world import World
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS

@@ -19,9 +19,11 @@ from torch import nn
 
 from fms_fsdp.config import FP32, OptimConfig, ParallelConfig, Precision, PrecisionConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch
+from fms_fsdp.distributed.dims import plan_dims
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
-from fms_fsdp.distributed.mesh import Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World, gather_objects
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import gather_objects
+from fms_fsdp.distributed.world import World
 from fms_fsdp.metrics.interval import IntervalMetrics
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.config import TransformerConfig

@@ -11,8 +11,8 @@ import torch
 
 from fms_fsdp.config import BatchPlan, ModelConfig, ParallelConfig, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.world import World
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.parallel.layout import check_layout, resolve_cp_method, sequence_multiple
 from fms_fsdp.run.startup_log import axes_across_nodes, describe_axes

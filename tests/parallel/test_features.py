@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fms_fsdp.__main__ import main
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.command import prepare
 from fms_fsdp.prepare.prepare_flags import PrepareConfig

@@ -12,8 +12,8 @@ import pytest
 
 from fms_fsdp.config import BF16, BatchPlan, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import Batch
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.world import World
 from fms_fsdp.metrics.timer import PhaseTimer
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import build_optimizers

@@ -9,8 +9,8 @@ import pytest
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.mesh import plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.dims import plan_dims
+from fms_fsdp.distributed.world import World
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS

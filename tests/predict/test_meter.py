@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
 from fms_fsdp.distributed.axes import ParallelDims
+from fms_fsdp.distributed.dims import plan_dims
 from fms_fsdp.distributed.dtensor import local_shard
-from fms_fsdp.distributed.mesh import Mesh, plan_dims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.world import World
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import matmul_flops_per_token, num_params, recomputed_flops_per_token

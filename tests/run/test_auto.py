@@ -15,7 +15,7 @@ from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import ParallelConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.values import counted, rounded_bytes
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.plan import plan
 from fms_fsdp.run.machine import Machine

@@ -14,7 +14,7 @@ from fms_fsdp import distill as distill_module
 from fms_fsdp.config import BF16, TrainConfig, TrainingConfig
 from fms_fsdp.distill import DistillingSoftmax, Teacher, distill, find_teacher
 from fms_fsdp.distributed.axes import ParallelDims
-from fms_fsdp.distributed.runtime import World
+from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.trained import Trained
 from fms_fsdp.models import loss as loss_module
