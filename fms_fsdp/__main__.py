@@ -92,7 +92,7 @@ COMMANDS = {
     ),
     "ckpt inspect": Command(
         "fms_fsdp.tools.tool_flags:CkptInspectConfig",
-        "fms_fsdp.tools.ckpt_command:inspect",
+        "fms_fsdp.tools.tensor_stats:inspect",
         "print shape, norm and spread of every tensor of a checkpoint",
     ),
     "ckpt prune": Command(

@@ -35,10 +35,12 @@ from fms_fsdp.optim.schedules import Milestones, RunLength, find_milestones
 from fms_fsdp.parallel.layout import check_float8, check_layout
 from fms_fsdp.predict.memory import checkpoint_bytes
 from fms_fsdp.run.checks import check_attention, check_folders, check_machine
+from fms_fsdp.run.data_stream import open_stream
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory_budget import MemoryBudget, PredictionFailed
-from fms_fsdp.run.resume import ResumePoint, check_resume
-from fms_fsdp.run.setup import Found, open_stream
+from fms_fsdp.run.resume import check_resume
+from fms_fsdp.run.resume_point import ResumePoint
+from fms_fsdp.run.setup import Found
 from fms_fsdp.state import RunConfig, TrainMetadata
 
 NOTHING = Found()

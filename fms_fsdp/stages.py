@@ -34,6 +34,7 @@ from fms_fsdp.plan import plan_here, resolve
 from fms_fsdp.run import setup, startup_log
 from fms_fsdp.run.checkpoints import CheckpointManager, delete_old
 from fms_fsdp.run.checks import machine_notes
+from fms_fsdp.run.data_stream import check_failed_step, check_length, open_stream
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from fms_fsdp.run.logger import MetricLogger
 from fms_fsdp.run.machine import Machine
@@ -86,7 +87,7 @@ def plan_launch(
     run = plan_here(cfg, machine, found, settings)
 
     # Files of the data are opened last, because the stream depends on the batch.
-    stream, data_changes = setup.open_stream(
+    stream, data_changes = open_stream(
         cfg,
         run.batch,
         run.model.vocab_size,
@@ -96,7 +97,7 @@ def plan_launch(
         pin_memory=device.type == "cuda",
     )
     at_end.callback(stream.close)
-    setup.check_length(run, stream)
+    check_length(run, stream)
     held_out = setup.open_evaluations(run, found, at_end)
     phases.done("data")
 
@@ -176,7 +177,7 @@ def begin_records(launch: Launch, failed_step: int | None, at_end: ExitStack) ->
         log.info("run directory %s (attempt %d)", run_dir.folder, run_dir.attempt)
     elif launch.run.config.log.log_all_ranks:
         log_to_file(run_dir.folder / f"log.rank{rank}.txt")
-    setup.check_failed_step(launch.stream, failed_step, launch.start_step)
+    check_failed_step(launch.stream, failed_step, launch.start_step)
     log_plan(launch)
     log_for_files(describe_flags(launch.parsed, launch.run.used_flags))
     launch.phases.done("data")

@@ -22,7 +22,8 @@ from fms_fsdp.run import setup
 from fms_fsdp.run.checks import machine_notes
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.memory_budget import MemoryBudget
-from fms_fsdp.run.resume import ResumePoint, check_resume
+from fms_fsdp.run.resume import check_resume
+from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.run.run_dir import RunDir
 from fms_fsdp.run.setup import Found, Launch
 from fms_fsdp.run.startup_log import warn_of_slow_precision

@@ -622,7 +622,7 @@ def test_flags_are_answered_without_torch(command: str, flag: str, status: int) 
     [
         ("", "--data_path is missing"),
         ("--data_path=/nowhere", "--data_path=/nowhere is not a folder"),
-        ("--use_dummy_dataset=True --model_variant=8c", "--model_variant=8c does not exist"),
+        ("--use_dummy_dataset=True --model_variant=nope", "--model_variant=nope does not exist"),
         ("--use_dummy_dataset=True --tp_size=3", "--tp_size=3 must divide the world size"),
         ("--use_dummy_dataset=True --num_attention_heads=7", "--num_attention_heads=7 must divide"),
     ],

@@ -14,7 +14,7 @@ from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.plan import candidates, complete, keep, plan
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.resume import ResumePoint
+from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.state import RunConfig, TrainMetadata
 from fms_fsdp.tools.translate_command import check_run
 from tests.cases import cases

@@ -6,13 +6,16 @@ position of every row holds a token of the corpus.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from fms_fsdp.data.permute import GOLDEN, MASK, mix64
 from fms_fsdp.errors import UserError
+
+if TYPE_CHECKING:  # `inspect` reads the data without it
+    import torch
 
 IGNORED_LABEL = -100
 
@@ -64,25 +67,34 @@ def sequences_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tup
 
 def empty_batch(num_rows: int, seq_length: int, *, pin_memory: bool = False) -> Batch:
     """Returns a batch of uninitialised CPU tensors, page-locked where asked."""
+    import torch
+
     shape = (num_rows, seq_length)
     dtypes = (torch.int64, torch.int64, torch.int32, torch.int32)
     return Batch(*(torch.empty(shape, dtype=dtype, pin_memory=pin_memory) for dtype in dtypes))
 
 
 def fingerprint(batch: Batch, first_row: int) -> int:
+    """Returns the fingerprint of a rank's batch, copied to the CPU if necessary (`array_fingerprint`)."""
+    tokens_BS = batch.tokens_BS.cpu().numpy()
+    labels_BS = batch.labels_BS.cpu().numpy()
+    return array_fingerprint(tokens_BS, labels_BS, first_row)
+
+
+def array_fingerprint(
+    tokens_BS: npt.NDArray[np.int64], labels_BS: npt.NDArray[np.int64], first_row: int
+) -> int:
     """Returns the sum modulo 2^64 over the rows of a 64-bit hash of (row position, tokens, labels).
 
     Sums of the ranks' values, modulo 2^64, are the fingerprint of the global batch: equal at every
-    world size. Computed on the CPU; a batch on another device is copied. `first_row` is the
-    position of row 0 in the global batch. A row hashes to mix64(a + b + mix64(position)), where a =
+    world size. `first_row` is the position of row 0 in the global batch. A row hashes to mix64(a + b + mix64(position)), where a =
     sum_i mix64(token_i + (2i) * GOLDEN) and b = sum_i mix64(label_i + (2i + 1) * GOLDEN), all
     modulo 2^64.
     """
-    num_rows, seq_length = batch.tokens_BS.shape
+    num_rows, seq_length = tokens_BS.shape
     salt_S = np.arange(seq_length, dtype=np.uint64) * np.uint64((2 * GOLDEN) & MASK)
-    tokens_BS = batch.tokens_BS.cpu().numpy().view(np.uint64)
-    labels_BS = batch.labels_BS.cpu().numpy().view(np.uint64)
-    rows_B = mix64(tokens_BS + salt_S).sum(axis=1, dtype=np.uint64)
-    rows_B += mix64(labels_BS + salt_S + np.uint64(GOLDEN)).sum(axis=1, dtype=np.uint64)
+    rows_B = mix64(tokens_BS.view(np.uint64) + salt_S).sum(axis=1, dtype=np.uint64)
+    label_salt_S = salt_S + np.uint64(GOLDEN)
+    rows_B += mix64(labels_BS.view(np.uint64) + label_salt_S).sum(axis=1, dtype=np.uint64)
     rows_B += mix64(np.arange(first_row, first_row + num_rows, dtype=np.uint64))
     return int(mix64(rows_B).sum(dtype=np.uint64))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fms_fsdp.data.batch import IGNORED_LABEL, empty_batch
+from fms_fsdp.data.batch import IGNORED_LABEL
 from fms_fsdp.data.order import Address
 from fms_fsdp.data.sequences import Columns
 from fms_fsdp.data.shards import ShardError, TokenError
@@ -50,7 +50,7 @@ def sources_without_labels(stream: TokenStream) -> list[tuple[str, float]]:
     labels, with that fraction: because of loss masks, or of shards that are masked."""
     found = []
     size = stream.section.seq_length
-    out = Columns(*(column[0].numpy() for column in empty_batch(1, size)))
+    out = Columns.empty(size)
     for name in stream.source_names:
         try:
             is_suspect = stream.reader(name).shard(0).has_masks

@@ -74,12 +74,19 @@ class Lru(Generic[Value]):
 
 
 class Columns(NamedTuple):
-    """The arrays of one sequence, of S elements each."""
+    """The arrays of one sequence, of S elements each, or of several (B S)."""
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int32]
     document_ids: npt.NDArray[np.int32]
+
+    @staticmethod
+    def empty(*shape: int) -> Columns:
+        """Returns uninitialised arrays."""
+        tokens, labels = (np.empty(shape, np.int64) for _ in range(2))
+        positions, document_ids = (np.empty(shape, np.int32) for _ in range(2))
+        return Columns(tokens, labels, positions, document_ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -222,7 +222,23 @@ class TokenStream:
         size = self.order.history.phase(step).batch_at(step)
         start, stop = sequences_of_rank(size, dp_rank, dp_size)
         batch = empty_batch(stop - start, self.section.seq_length, pin_memory=self.pin_memory)
-        columns = [tensor.numpy() for tensor in batch]
+        self._read_step(step, start, Columns(*(tensor.numpy() for tensor in batch)))
+        return batch
+
+    def global_batch(self, step: int) -> Columns:
+        """Returns the arrays (B S) of all sequences of a step, without torch.
+
+        Raises:
+            ShardError: a shard cannot be read; the text names the step.
+        """
+        size = self.order.history.phase(step).batch_at(step)
+        columns = Columns.empty(size, self.section.seq_length)
+        self._read_step(step, 0, columns)
+        return columns
+
+    def _read_step(self, step: int, start: int, columns: Columns) -> None:
+        """Writes the sequences of a step, from sequence `start` of its global batch on, into arrays (B S)."""
+        stop = start + len(columns.tokens)
         num_masked = 0
         for i, address in enumerate(self.order.addresses(step, start, stop)):
             out = Columns(*(column[i] for column in columns))
@@ -233,7 +249,6 @@ class TokenStream:
                 num_masked += 1
         if step > self.step and num_masked:  # a step that is read twice counts once
             self._masked[step] = num_masked
-        return batch
 
     def read(self, address: Address, out: Columns) -> None:
         """Writes one sequence into `out`.

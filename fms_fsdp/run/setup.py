@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,21 +9,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import Parsed
 from fms_fsdp.data.corpus import Corpus, open_corpus
 from fms_fsdp.data.storage import Storage
-from fms_fsdp.data.stream import Stream, build_stream
+from fms_fsdp.data.stream import Stream
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.runtime import on_every_rank, run_long_on_rank0, run_on_rank0
 from fms_fsdp.distributed.world import World
-from fms_fsdp.errors import UserError, checking_input
 from fms_fsdp.metrics.timer import LaunchPhases
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.optim.optimizers import Optimizers
 from fms_fsdp.run.memory_budget import MemoryBudget
-from fms_fsdp.run.resume import ResumePoint
+from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.run.run_dir import RunDir
 from fms_fsdp.state import RunConfig, TrainState
 
@@ -152,51 +150,6 @@ def find_inputs(
     return Found(corpus, held_out, prompts, teacher)
 
 
-def open_stream(
-    cfg: TrainConfig,
-    batch: BatchPlan,
-    vocab_size: int,
-    corpus: Corpus | None,
-    resume: ResumePoint,
-    *,
-    dp_rank: int = 0,
-    pin_memory: bool = False,
-) -> tuple[Stream, list[str]]:
-    """Returns the stream of a data-parallel rank after the checkpoint's step, and the changes from
-    there on. Reads no tokens.
-
-    Raises:
-        UserError, OSError: the checkpoint was trained on other data, or the batch does not fit.
-    """
-    build: Callable[..., Stream] = partial(build_stream, corpus=corpus, rampup=batch.rampup)
-    if cfg.data.dataset_builder:
-        from fms_fsdp.data.custom import load_builder
-
-        build = load_builder(cfg.data)
-    stream = build(
-        cfg.data,
-        seed=cfg.training.seed,
-        vocab_size=vocab_size,
-        global_batch_size=batch.global_batch_size,
-        dp_rank=dp_rank,
-        dp_size=batch.dp_size,
-        pin_memory=pin_memory,
-    )
-    start = resume.start
-    changes = list[str]()
-    if resume.fresh_data:
-        stream.begin_after(start.step, start.rows_seen)
-    elif resume.is_resume:
-        try:
-            changes = stream.load_state_dict(start.data, start.step)
-        except UserError as error:
-            stream.close()
-            assert resume.checkpoint is not None
-            folder = str(resume.checkpoint.folder)
-            raise UserError(str(error).replace("=CHECKPOINT", f"={folder}")) from error
-    return stream, changes
-
-
 def open_evaluations(run: RunConfig, found: Found, at_end: ExitStack) -> tuple[HeldOut, ...]:
     """Returns the held-out data of the evaluations; `at_end` closes it."""
     if not found.held_out:
@@ -206,27 +159,6 @@ def open_evaluations(run: RunConfig, found: Found, at_end: ExitStack) -> tuple[H
     held_out = open_held_out(run.config.eval, found.held_out, run.batch.global_batch_size)
     at_end.callback(close_held_out, held_out)
     return held_out
-
-
-def check_length(run: RunConfig, stream: Stream) -> None:
-    """Raises UserError if the run is longer than --max_epochs allows."""
-    if stream.last_step is not None and run.num_steps > stream.last_step:
-        raise UserError(
-            f"--num_steps={run.num_steps} exceeds {stream.last_step}, the last step that "
-            f"--max_epochs={run.config.data.max_epochs:g} leaves the shortest source; lower "
-            "--num_steps or raise --max_epochs"
-        )
-
-
-def check_failed_step(stream: Stream, step: int | None, start: int) -> None:
-    """Reads the data of a step that ended the last attempt, if this attempt needs it too.
-
-    Raises:
-        UserError: the data is still wrong.
-    """
-    if step is not None and step > start:
-        with checking_input(on_one_rank=True, data_step=step):
-            stream.batch_at(step)
 
 
 def initial_state(

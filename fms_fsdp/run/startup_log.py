@@ -24,7 +24,8 @@ from fms_fsdp.optim.schedules import DECAY_TO_END
 from fms_fsdp.predict.memory import checkpoint_bytes
 from fms_fsdp.run.machine import Machine, available_memory
 from fms_fsdp.run.memory_budget import MemoryBudget, PredictionFailed, predicting
-from fms_fsdp.run.resume import ResumePoint, learning_rate_jump, list_changes
+from fms_fsdp.run.resume import learning_rate_jump, list_changes
+from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.state import RunConfig, TrainMetadata
 
 if TYPE_CHECKING:

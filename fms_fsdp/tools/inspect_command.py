@@ -21,17 +21,18 @@ import numpy as np
 
 from fms_fsdp.config import DataConfig
 from fms_fsdp.config.values import counted
-from fms_fsdp.data.batch import IGNORED_LABEL, Batch, fingerprint
+from fms_fsdp.data.batch import IGNORED_LABEL, array_fingerprint
 from fms_fsdp.data.corpus import Corpus, Source, check_shard, open_corpus
 from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.kept_tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.data.order import Address
 from fms_fsdp.data.permute import I64
+from fms_fsdp.data.sequences import Columns
 from fms_fsdp.data.shards import CONVERT, Shard, ShardError
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.errors import MissingInput, UserError
-from fms_fsdp.run.resume import choose_checkpoint
-from fms_fsdp.run.setup import open_stream
+from fms_fsdp.run.data_stream import open_stream
+from fms_fsdp.run.resume_point import choose_checkpoint
 from fms_fsdp.state import RunConfig, read_run_config
 from fms_fsdp.tools.tool_flags import StepConfig, VerifyConfig
 
@@ -64,8 +65,8 @@ def print_step(config: StepConfig) -> None:
         step = config.step
         addresses = stream.order.addresses(step)
         first, stop = _parse_rows(config.rows, len(addresses))
-        batch = stream.batch(step, 0, 1)
-        digest = f"{fingerprint(batch, 0):016x}"
+        batch = stream.global_batch(step)
+        digest = f"{array_fingerprint(batch.tokens, batch.labels, 0):016x}"
         decode = None
         if config.text:
             path = stream.section.data_path
@@ -83,7 +84,7 @@ def print_step(config: StepConfig) -> None:
                 for segment in record["pieces"]:
                     at = segment["at"]
                     length = segment["stop"] - segment["start"]
-                    ids = batch.tokens_BS[row, at : at + min(length, EXCERPT)]
+                    ids = batch.tokens[row, at : at + min(length, EXCERPT)]
                     segment["text"] = decode(ids.tolist())
             if config.json:
                 print(json.dumps(record | {"data_fingerprint": digest}))
@@ -153,7 +154,7 @@ def _open_removed_sources(stream: TokenStream, known: dict[str, Any]) -> None:
 
 
 def describe_sequence(
-    stream: TokenStream, address: Address, batch: Batch, row: int
+    stream: TokenStream, address: Address, batch: Columns, row: int
 ) -> dict[str, Any]:
     """Returns the address of a sequence and its document segments, as JSON values.
 
@@ -182,7 +183,7 @@ def describe_sequence(
         end = at + stop - start
         segment = {"file": path, "document": document, "start": start, "stop": stop, "at": at}
         if has_masks:
-            segment["num_labels"] = int((batch.labels_BS[row, at:end] != IGNORED_LABEL).sum())
+            segment["num_labels"] = int((batch.labels[row, at:end] != IGNORED_LABEL).sum())
         segments.append(segment)
         at = end
     return record | {"pieces": segments}

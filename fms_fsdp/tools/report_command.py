@@ -39,7 +39,7 @@ def main(config: ReportConfig) -> None:
 
 def render(runs: Sequence[Record]) -> str:
     """Returns the page of the runs that `load_run` has read."""
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
     # a "<" in a text could end the script element
     return template.replace("$DATA", json.dumps(runs, allow_nan=False).replace("<", "\\u003c"))
 

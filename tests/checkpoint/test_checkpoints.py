@@ -24,7 +24,7 @@ from fms_fsdp.config import BatchPlan, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.world import World
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.run.resume import ResumePoint
+from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.run.startup_log import save_estimates
 from fms_fsdp.state import TrainMetadata
 from tests.checkpoint.signing import flip_a_bit

@@ -17,8 +17,8 @@ from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.inspection import end_of_epochs
 from fms_fsdp.data.stream import TokenStream
-from fms_fsdp.run.resume import ResumePoint
-from fms_fsdp.run.setup import open_stream
+from fms_fsdp.run.data_stream import open_stream
+from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.state import TrainMetadata
 from tests.data.corpora import VOCAB, Files, write_corpus
 

@@ -150,10 +150,11 @@ def train_case(case: Case, world: Any, device: Any) -> Outcome:
     from fms_fsdp.metrics.interval import IntervalMetrics
     from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
     from fms_fsdp.plan import plan
+    from fms_fsdp.run.data_stream import open_stream
     from fms_fsdp.run.machine import Machine
     from fms_fsdp.run.memory_budget import MemoryBudget
     from fms_fsdp.run.run_dir import RunDir
-    from fms_fsdp.run.setup import Found, Launch, open_stream
+    from fms_fsdp.run.setup import Found, Launch
     from fms_fsdp.stages import build
     from fms_fsdp.train import StepSettings, next_batch, train_step
 

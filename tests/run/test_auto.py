@@ -19,7 +19,8 @@ from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.plan import plan
 from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.resume import ResumePoint, check_resume, list_changes
+from fms_fsdp.run.resume import check_resume, list_changes
+from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.run.setup import Found
 from fms_fsdp.run.startup_log import describe
 from fms_fsdp.state import RunConfig, TrainMetadata, read_run_config

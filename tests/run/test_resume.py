@@ -23,13 +23,10 @@ from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import Milestones
-from fms_fsdp.run.resume import (
-    ResumePoint,
-    choose_checkpoint,
-    learning_rate_jump,
-    list_changes,
-)
-from fms_fsdp.run.setup import find_corpus, open_stream
+from fms_fsdp.run.data_stream import open_stream
+from fms_fsdp.run.resume import learning_rate_jump, list_changes
+from fms_fsdp.run.resume_point import ResumePoint, choose_checkpoint
+from fms_fsdp.run.setup import find_corpus
 from fms_fsdp.run.startup_log import end_of_decay
 from fms_fsdp.state import RunConfig, TrainMetadata
 from tests.checkpoint.signing import flip_a_bit

@@ -24,7 +24,7 @@ from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.models.config import TransformerConfig
-from fms_fsdp.run.resume import choose_checkpoint
+from fms_fsdp.run.resume_point import choose_checkpoint
 from fms_fsdp.state import TrainMetadata, read_run_config
 from fms_fsdp.tools.inspect_command import RunData, open_run_data
 from tests.cases import cases
