@@ -57,6 +57,7 @@ SURVIVED = "SURVIVED"
 NO_TIME = "no time"
 NO_TESTS = "no tests"
 GONE = "gone"
+ERRORS = "tests/test_bad_input.py"
 FEW_FILES = 5  # of other packages, that a module without a test file of its own meets
 # Files at the top of tests/ that test the repository (docs, packaging, benchmarks), not its modules.
 OF_REPOSITORY = (
@@ -313,7 +314,7 @@ class Nearest:
         The package is its folder in tests/ and the files at the top of tests/ that import anything of it;
         of a module outside a package, all files at the top. Those take seconds: the launches of minutes
         are in folders, or test the repository. A module without a file of its own adds the files of other
-        folders that import it, if these are few.
+        folders that import it, if these are few. The table of errors is of all packages.
         """
         package = package_of(fault)
         module = fault.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -332,6 +333,7 @@ class Nearest:
 
         near = own_files(fault)
         near += [name for name in folder + top if is_imported(module, name)]
+        near += module_tests(ERRORS)
         if folder:
             files = near + folder + top + others
         else:

@@ -336,19 +336,6 @@ def test_offline_bad_input_is_one_line(
     assert told.count("\n") == 1 and message in told
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--questions=q --eval_steps=3", "--eval_steps=3 has no effect with --questions"),
-        ("--tasks=t --data_path=d", "--data_path=d has no effect with --tasks"),
-        ("--questions=q --limit=3", "--limit=3 has no effect without --tasks"),
-    ],
-)
-def test_flags_of_other_evaluations_are_errors(flags: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_flags(EvaluateConfig, flags.split())
-
-
 def test_sequences_do_not_depend_on_grouping(corpus: Path) -> None:
     source = next(source for source in held_out(corpus, num_rows=10**6) if source.name == "docs")
     num_rows = source.num_rows

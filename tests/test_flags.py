@@ -83,30 +83,8 @@ def test_flag_has_the_type_of_its_field(argument: str, value: Any) -> None:
     assert read == value and type(read) is type(value)
 
 
-@cases("""
-    argv | message
-    --model_varient=7b | --model_varient is not a flag; did you mean --model_variant?
-    --sharding_strategy=fdsp | did you mean fsdp?
-    --batch_size=1.5 | --batch_size=1.5 must be an integer
-    --batch_size=0 | --batch_size=0 must be at least 1
-    --learning_rate=nan | --learning_rate=nan must be a number
-    --use_profiler=maybe | --use_profiler=maybe must be true or false
-    --seq_length=64 stray | stray is not a flag
-    --selective_checkpointing=3 | write 1/3 or every:3
-    --selective_checkpointing=0 | --fsdp_activation_checkpointing=False
-    --datasets=a,b --weights=1 | 1 weight for 2 datasets
-    --datasets=a,b --weights=1,-2 | --weights=-2 must be at least 0
-    --datasets=a,a | must name each source once; remove the second a
-    --config=no_such_file | preset: bench, continue, gpt3_13b
-    --load_model_only=True | --ckpt_load_path
-    --config_dir=there | --config_dir=there has no effect without --config
-    --seq-length | --seq_length requires a value; write --seq_length=VALUE
-    --nomodel_variant | --model_variant requires a value
-""")
-def test_wrong_flag_is_one_line_with_fix(argv: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse(*argv.split())
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+def test_flag_may_repeat_its_value() -> None:
+    assert parse("--num_steps=1000", "--num-steps", "1k").training.num_steps == 1000
 
 
 def test_flags_override_config_files_in_order(tmp_path: Path) -> None:
@@ -129,23 +107,6 @@ def test_flags_override_config_files_in_order(tmp_path: Path) -> None:
     )
     for line in lines:
         assert line in shown
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num_stepz = 3", "did you mean --num_steps?"),
-        ("[optim]\nnum_steps = 3", "belongs to [training]; move"),
-        ("[optimizer]\nlearning_rate = 3", "[optimizer] is not a section; use"),
-        ("num_steps = ", "cannot be read"),
-        ("num_steps = true", "--num_steps=true must be an integer"),
-    ],
-)
-def test_wrong_config_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "x.toml").write_text(text)
-    with pytest.raises(ValueError) as caught:
-        parse(f"--config={tmp_path / 'x.toml'}")
-    assert message in str(caught.value)
 
 
 @cases("""
@@ -308,22 +269,6 @@ def test_removed_flags_of_a_config_pass_at_their_defaults(
 
 
 @cases("""
-    command    | argument         | hint
-    estimate   | --devices=h100   | did you mean --device or --devices_per_node?
-    estimate   | --lr=1           | write --learning_rate
-    generate   | --model=a        | write --path
-    generate   | --min_p=1        | it was removed
-    export     | --colour=a       | --help=all lists all flags
-    ckpt prune | --keep_last_n=3  | it was removed
-    train      | --optimizer.lr=1 | write --learning_rate
-""")
-def test_unknown_flag_suggests_own_flags_first(command: str, argument: str, hint: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_flags(find_flags(command), [argument], f"fms-fsdp {command}")
-    assert f"{argument.partition('=')[0]} is not a flag; {hint}" in str(caught.value)
-
-
-@cases("""
     word | hint
     h100 | h100_80gb or h100_pcie
     h20  | h200
@@ -341,12 +286,6 @@ def test_prefix_beats_edit_distance(word: str, hint: str) -> None:
 )
 def test_sizes_below_a_gib_are_in_mib(size: int, text: str) -> None:
     assert format_bytes(size) == text
-
-
-def test_all_unknown_flags_are_answered_at_once() -> None:
-    with pytest.raises(UserError) as caught:
-        parse("--num_workers=1", "--lr=3", "--colour=red")
-    assert re.findall(r"--(\w+) is not", str(caught.value)) == ["num_workers", "lr", "colour"]
 
 
 def test_questions_are_answered_without_a_run(tmp_path: Path) -> None:
@@ -384,23 +323,6 @@ def test_closed_pipe_causes_no_error(command: str) -> None:
         timeout=300,
     )
     assert (done.returncode, len(done.stdout), done.stderr) == (0, 1, "")
-
-
-@pytest.mark.parametrize(
-    ("rows", "accum", "total", "message"),
-    [
-        (None, None, 6, r"6 .*4 \(= data-parallel size 4\); .*: 4 or 8; or .* of 1, 2, 3, 6"),
-        (3, None, 32, r"by 12 \(= data-parallel size 4 x --batch_size=3\); .*: 24 or 36"),
-        (4, 4, 32, "must equal .*size 4 x --batch_size=4 x --grad_accum_steps=4 = 64"),
-    ],
-)
-def test_contradicting_batch_sizes_are_rejected(
-    rows: int | None, accum: int | None, total: int, message: str
-) -> None:
-    """Only flags that were given are named."""
-    section = TrainingConfig(batch_size=rows, grad_accum_steps=accum, global_batch_size=total)
-    with pytest.raises(UserError, match=message):
-        plan_batch(section, dp_size=4)
 
 
 @pytest.mark.parametrize("rampup", [(), (2, 2, 100), (4, 2, 100), (3, 3, 100)], ids=str)
@@ -453,8 +375,6 @@ def test_positional_arguments_fill_the_list_flag() -> None:
     config = parse_flags(ReportConfig, ["runs/a", "runs/b", "--output=x.html"])
     assert (config.runs, config.output) == (("runs/a", "runs/b"), "x.html")
     assert parse_flags(ReportConfig, ["--runs=runs/a"]).runs == ("runs/a",)
-    with pytest.raises(ValueError, match=r"runs/a is not a flag"):
-        parse("runs/a")
 
 
 @pytest.mark.parametrize("command", ["prepare", "inspect step"])
@@ -549,18 +469,6 @@ def test_config_file_and_its_paths_expand_home(argv: str, home: Path) -> None:
     assert parse(*argv.split()).log.output_dir == f"{home}/a"
 
 
-@cases("""
-    command | name       | others
-    train   | data_path  |
-    train   | output_dir |
-    import  | path       | --output=b
-""")
-def test_paths_with_unexpanded_variables_are_rejected(command: str, name: str, others: str) -> None:
-    """A folder named $RUNS appeared."""
-    with pytest.raises(UserError, match=rf"^[^\n]*--{name}=\$RUNS[^\n]*$"):
-        parse_flags(find_flags(command), [f"--{name}=$RUNS/a", *others.split()])
-
-
 def test_logged_flags_can_be_copied() -> None:
     given = ["--data_path=/data/the first corpus", "--datasets=a,b", "--sample_interval=5"]
     given += [
@@ -620,15 +528,17 @@ def test_flags_are_answered_without_torch(command: str, flag: str, status: int) 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("", "--data_path is missing"),
-        ("--data_path=/nowhere", "--data_path=/nowhere is not a folder"),
+        ("--model_variant=tiny", "--data_path is missing"),
+        ("--model_variant=tiny --data_path=/nowhere", "--data_path=/nowhere is not a folder"),
         ("--use_dummy_dataset=True --model_variant=nope", "--model_variant=nope does not exist"),
         ("--use_dummy_dataset=True --tp_size=3", "--tp_size=3 must divide the world size"),
-        ("--use_dummy_dataset=True --num_attention_heads=7", "--num_attention_heads=7 must divide"),
+        (
+            "--use_dummy_dataset=True --model_variant=tiny --head_dim=7",
+            "--num_attention_heads=4 must",
+        ),
     ],
 )
 def test_launch_is_rejected_without_torch(flags: str, words: str) -> None:
     """It took 11 CPU seconds to say that --data_path is missing."""
-    argv = ["--model_variant=tiny", *flags.split()]
-    error = check_ends_without_torch("main_training.py", argv, 2)
+    error = check_ends_without_torch("main_training.py", flags.split(), 2)
     assert error.startswith(f"error: {words}") and error.count("\n") == 1

@@ -278,8 +278,6 @@ def test_unusable_samples_and_prompts_are_errors(
             planned([*SHAPE, "--sample_interval=2", f"--output_dir={tmp_path}/run", *flags])
     for words, path, flags in (
         ("must have 1 to 47 tokens", run, ["--prompt=" + "x" * 999]),
-        ("cannot be used together", run, ["--prompt=a", "--prompts=b"]),
-        ("cannot be used together", run, ["--prompt=a", "--interactive"]),
         ("checkpoint", tmp_path, []),
         ("has no tokenizer", eight_steps, []),
     ):

@@ -55,16 +55,6 @@ def test_estimate_rejects_what_a_launch_rejects(flags: str, error: str, capsys: 
     assert line == f"estimate: error: {caught.value}" and error in line
 
 
-@cases("""
-flags | error
---num_devices=8 --tp_size=8 | --tp_size=8 must divide 4 query heads
---num_devices=1 --cpu_offload=True | --cpu_offload requires a sharded model
-""")
-def test_estimate_by_rate_checks_layouts(flags: str, error: str, capsys: Any) -> None:
-    assert main(["estimate", "--tflops=400", "--model_variant=tiny", *flags.split()]) == 2
-    assert error in capsys.readouterr().err
-
-
 def test_estimate_chooses_fsdp_as_launches_do(capsys: Any) -> None:
     """Four A100 of 40 GB hold no 13B model under hsdp."""
     flags = "--model_variant=13b --num_devices=64 --devices_per_node=4"
@@ -72,18 +62,9 @@ def test_estimate_chooses_fsdp_as_launches_do(capsys: Any) -> None:
     assert "nodes of 4, fsdp: 1 replica x 64 shards" in capsys.readouterr().out
 
 
-@cases("""
-flags | error
---cpu_offload=True | --cpu_offload requires a sharded model
---attn_impl=flash --precision=fp32 | --attn_impl=flash requires 16 bits
---attn_impl=flash --pos_emb=alibi | --attn_impl=flash is not supported with --pos_emb=alibi
---attn_impl=flash --attn_dropout=0.1 --attn_window=8 | --attn_impl=flash is not supported with --attn_dropout=0.1
---attn_impl=flash --attn_dropout=0.1 --document_mask=True | --attn_impl=flash is not supported with --attn_dropout=0.1
---use_torch_compile=True --debug_sync_blocks=True | --debug_sync_blocks waits between blocks
-""")
-def test_translate_rejects_what_a_launch_rejects(flags: str, error: str) -> None:
-    cfg = parse_flags(TrainConfig, ["--model_variant=tiny", *flags.split()])
-    with pytest.raises(ValueError, match=error):
+def test_translate_rejects_what_a_launch_rejects() -> None:
+    cfg = parse_flags(TrainConfig, ["--model_variant=tiny", "--cpu_offload=True"])
+    with pytest.raises(ValueError, match="--cpu_offload requires a sharded model"):
         list(check_run(cfg, 1))
 
 

@@ -34,29 +34,6 @@ def check_rejected(files: Files, match: str, batch: int | None = None, **changes
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("flags", "match"),
-    [
-        ({"datasets": ("wbe",)}, "--datasets=wbe is not a folder .*; did you mean web"),
-        ({"data_path": ""}, "--data_path is missing; set it"),
-        ({"data_path": "nowhere"}, "--data_path=nowhere is not a folder; .* fms_fsdp prepare"),
-        ({"datasets": ("web", "./web")}, "--datasets=web must be named once"),
-        (
-            {"seq_length": 4096},
-            r"source code has 1,\d+ tokens, less than one sequence \(--seq_length=4096\)",
-        ),
-        ({"batch": 4000}, r"--global_batch_size=4000 must be at most \d+, the sequences"),
-        (
-            {"batch": 2, "datasets": ("web", "code"), "weights": (1.0, 1e-9)},
-            "--weights=.* must be at least 1/65536",
-        ),
-        ({"batch": 2, "sep_token": 5000}, "--sep_token=5000 must be below --vocab_size=5000"),
-    ],
-)
-def test_wrong_flag_is_rejected(files: Files, flags: dict[str, Any], match: str) -> None:
-    check_rejected(files, match, **flags)
-
-
 def test_unknown_name_lists_only_sources(tmp_path: Path) -> None:
     """The folders of `prepare` were listed too, and the last source was not."""
     names = [*"abcd", "deep/g", "e", "f", "z"]

@@ -12,7 +12,6 @@ import pytest
 
 from fms_fsdp.checkpoint.folders import Checkpoint
 from fms_fsdp.config import BatchPlan, TrainConfig, TrainingConfig, plan_batch
-from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.batch import fingerprint
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.inspection import end_of_epochs
@@ -107,34 +106,6 @@ def test_rounded_batches_do_not_depend_on_ranks() -> None:
         plan = plan_batch(rounded, ranks)
         assert plan.rampup == (3, 3, 100, 8)
         assert [phase.batch for phase in plan.phases()] == [8, 16, 24]
-    with pytest.raises(ValueError, match="^--rampup_batch_size=3,3,100 .*divisible by 12"):
-        plan_batch(rounded, 3)
-    with pytest.raises(ValueError, match="^--rampup_round=9 must divide 24; for example 3$"):
-        plan_batch(section(**flags, rampup_round=9), 1)
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks", "text"),
-    [
-        ({"rampup_batch_size": (4, 6, 100)}, 1, "choose an increment that divides 20"),
-        ({"rampup_batch_size": (24, 1, 100)}, 1, "must start below --global_batch_size=24"),
-        ({"rampup_batch_size": (3, 3, 100)}, 2, "unlike 3, 9, 15, 21; set --rampup_round=2"),
-        (
-            {"rampup_batch_size": (6, 6, 9), "batch_size": 4},
-            1,
-            "unlike 6, 18; set --rampup_round=4 or --batch_size=6 or --rampup_micro_batch=True",
-        ),
-        (
-            {"global_batch_size": 20_002, "rampup_batch_size": (1, 1, 100)},
-            1,
-            "in 1 to 10,000 whole increments",
-        ),
-    ],
-)
-def test_impossible_ramp_is_rejected(flags: dict[str, Any], ranks: int, text: str) -> None:
-    with pytest.raises(ValueError, match="^--rampup_batch_size=.* must ") as rejected:
-        plan_batch(section(**{"global_batch_size": 24} | flags), ranks)
-    assert text in str(rejected.value) and "\n" not in str(rejected.value)
 
 
 def test_num_epochs_become_a_step(files: Files) -> None:
@@ -152,18 +123,11 @@ def test_num_epochs_become_a_step(files: Files) -> None:
                     ends.setdefault("", step)
             assert ends["c"] == end_of_epochs(stream, "c", 2.0, 0)
             assert ends[""] == end_of_epochs(stream, "", 1.0, 0)
-            with pytest.raises(ValueError, match="--num_epochs=b:1 must name a source; use a, c"):
-                end_of_epochs(stream, "b", 1.0, 0)
 
 
 def test_num_epochs_are_parsed() -> None:
     assert section(num_epochs="-1", num_steps=3).epochs() is None
     assert section(num_epochs="web/en:1.5").epochs() == ("web/en", 1.5)
-    for text in ("0", "-2", "x", "a:", "a:0", "1e9", "1:2:x", "nan", "inf"):
-        with pytest.raises(ValueError, match=r"^--num_epochs=.* must be above 0"):
-            parse_flags(TrainConfig, [f"--num_epochs={text}"])
-    with pytest.raises(ValueError, match=r"--num_tokens and --num_epochs cannot be used together"):
-        TrainConfig(training=section(num_epochs="2", num_tokens=100))
 
 
 def test_rampup_micro_batch_takes_the_largest_divisor() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -95,7 +97,9 @@ def test_rejected_launch_leaves_the_folder_unchanged(tmp_path: Path, fault: str)
         command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300
     )
     lock.close()
-    words = "--num_layers=3 does not match" if fault == "flag" else "is in use by process"
+    words = "--num_layers=3 does not match"
+    if fault == "lock":
+        words = f"error: {folder} is in use by process {os.getpid()} on {socket.gethostname()}; "
     assert result.returncode == 2 and words in result.stderr + result.stdout
     assert content(folder) == before
 

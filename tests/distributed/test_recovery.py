@@ -85,9 +85,9 @@ def kill_at(
 
 
 @pytest.mark.slow
-def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
+def test_run_killed_six_times_is_exact(tmp_path: Path) -> None:
     """Final weights and moments, losses and data fingerprints, to the last bit."""
-    flags = [*TINY, "--num_steps=160", "--checkpoint_interval=4", "--keep_last_n=3"]
+    flags = [*TINY, "--num_steps=112", "--checkpoint_interval=4", "--keep_last_n=3"]
     calm, disturbed = tmp_path / "calm", tmp_path / "disturbed"
     trained(*flags, f"--output_dir={calm}", nproc=2)
     command = [*WARM_TORCHRUN, *under_torchrun(2, "--max-restarts=60")[3:]]
@@ -101,14 +101,14 @@ def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
         )
         rng, killed = random.Random(0), 0
         try:
-            while killed < 11 and kill_at(
+            while killed < 7 and kill_at(
                 ("step", "save", "commit")[killed % 3], process, disturbed, rng
             ):
                 killed += 1
             process.wait(timeout=200)
         finally:
             process.kill()
-    assert killed >= 10, f"the run ended after {killed} kills"
+    assert killed >= 6, f"the run ended after {killed} kills"
     assert process.returncode == 0, (tmp_path / "output.txt").read_text()[-3000:]
     assert status(disturbed) == status(calm)
     found, expected = metrics(disturbed), metrics(calm)
@@ -116,34 +116,12 @@ def test_run_killed_ten_times_is_exact(tmp_path: Path) -> None:
     for step, record in expected.items():
         for name in ("loss", "grad_norm", "data_fingerprint", "lr", "tokens_seen"):
             assert found[step][name] == record[name], (step, name)
-    last = [read_files(folder / "checkpoints" / "step_160") for folder in (calm, disturbed)]
+    last = [read_files(folder / "checkpoints" / "step_112") for folder in (calm, disturbed)]
     for name in ("__0_0.distcp", "__1_0.distcp"):  # size and checksum
         assert last[0][name] == last[1][name]
-    for step in (156, 160):
+    for step in (108, 112):
         folder = disturbed / "checkpoints" / f"step_{step}"
         assert not problem(folder) and not corrupt_files(folder)
-
-
-@pytest.mark.slow
-def test_killed_rank_resumes_under_plain_torchrun(tmp_path: Path) -> None:
-    """The command of a user: no variable is exported, so both attempts use the store of the agent."""
-    run = tmp_path / "run"
-    stream = "--dataset_builder=tests.distributed.dying_stream:build"
-    flags = [*TINY, stream, "--num_steps=8", "--checkpoint_interval=2", f"--output_dir={run}"]
-    flags.append("--async_checkpoint=False")  # else the kill may come before step 4 is saved
-    command = [*WARM_TORCHRUN, *under_torchrun(2, "--max-restarts=1", "main_training.py")[3:]]
-    ended = subprocess.run(
-        [*command, *flags],
-        cwd=ROOT,
-        env=PLAIN_ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "resuming from step 4 " in ended.stdout
-    assert status(run)["status"] == "finished"
-    assert sorted(metrics(run)) == list(range(1, 9))
 
 
 @pytest.mark.slow
@@ -182,15 +160,19 @@ def two_agents(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", [PLAIN_ENVIRONMENT, ENVIRONMENT], ids=["shared", "own store"])
-def test_two_nodes_survive_killed_workers(tmp_path: Path, env: dict[str, str]) -> None:
-    """Two agents count restarts differently: an agent whose workers were well may not count at all."""
+def test_two_nodes_survive_killed_workers(tmp_path: Path) -> None:
+    """Two agents count restarts differently: an agent whose workers were well may not count at all.
+
+    Both attempts use the store of the agent; tests/scripts/test_elastic.py has one per attempt.
+    """
     run = tmp_path / "run"
     flags = [*TINY, "--num_steps=20", "--checkpoint_interval=5", f"--output_dir={run}"]
     file, size = run / "metrics.jsonl", 0
     with open(tmp_path / "output.txt", "w") as output:
         command = [*WARM_TORCHRUN, "--max-restarts=3", "main_training.py", *flags]
-        agents = two_agents(command, 29641, [ROOT] * 2, env, stdout=output, stderr=output)
+        agents = two_agents(
+            command, 29641, [ROOT] * 2, PLAIN_ENVIRONMENT, stdout=output, stderr=output
+        )
         try:
             for agent in agents:  # first a worker of one node, then of the other
                 assert wait_for(lambda size=size: file.exists() and file.stat().st_size > size, 300)
@@ -258,15 +240,19 @@ os._exit(main_training.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_slow_save_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    """torchrun gives its workers 2 s and the save takes 6: no checkpoint is half written; the run resumes."""
+    """torchrun gives its workers 2 s and the save takes 6: no checkpoint is half written; the run resumes.
+
+    With 60 s it saves, also after a signal that torchrun handles only if it is told to.
+    """
     run, script = tmp_path / "run", tmp_path / "slow.py"
     script.write_text(SLOW_SAVE)
     flags = [*TINY, "--num_steps=100000", "--checkpoint_interval=0", f"--output_dir={run}"]
     trained(*TINY, "--num_steps=2", f"--output_dir={run}", nproc=2)
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    for grace_s, saved in ((2, False), (60, True)):
+    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    for grace_s, number, saved in ((2, signal.SIGTERM, False), (60, signal.SIGUSR1, True)):
         env = ENVIRONMENT | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace_s)}
-        command = under_torchrun(2, str(script), *flags)
+        command = under_torchrun(2, signals, str(script), *flags)
         process = subprocess.Popen(command, cwd=ROOT, env=env, **silent)
         file = run / "metrics.jsonl"
         records = len(file.read_text().splitlines())
@@ -274,11 +260,12 @@ def test_slow_save_keeps_the_last_checkpoint(tmp_path: Path) -> None:
             lambda file=file, records=records: len(file.read_text().splitlines()) > records + 2, 60
         )
         time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         process.wait(timeout=300)
         steps = complete_steps(run / "checkpoints")
         assert (steps[-1] > 2) == saved, (grace_s, steps)
         assert (status(run)["status"] == "resume_me") == saved
+    assert "SIGUSR1" in status(run)["reason"] and status(run)["step"] == steps[-1]
 
 
 def become_node(folder: Path) -> None:

@@ -29,35 +29,11 @@ from tests.specs import machine
 from tests.warm import launch
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc must be an integer"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be an integer from 1"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 requires RANK"),
-        ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2 requires MASTER_ADDR"),
-        ({"RANK": "abc"}, "RANK=abc requires WORLD_SIZE; start with torchrun, or unset RANK"),
-        ({"RANK": "2", "WORLD_SIZE": "1"}, "RANK=2 must be an integer from 0 to 0"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 must be"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 must be"),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"},
-            "MASTER_PORT=x must be",
-        ),
-        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=999"),
-    ],
-)
-def test_wrong_torchrun_variable_is_named(
-    changes: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    for name, value in changes.items():
-        monkeypatch.setenv(name, value)
+def test_long_torchrun_variable_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "9" * 5000)
     with pytest.raises(ValueError) as caught:
         World.from_env()
-    assert str(caught.value).startswith(words) and len(str(caught.value)) < 400
+    assert str(caught.value).startswith("WORLD_SIZE=999") and len(str(caught.value)) < 400
 
 
 def test_attempt_ignores_keys_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,18 +95,6 @@ def test_store_of_several_agents_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert not list(get_notes())
-
-
-def test_incomplete_launch_variables_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The launch took itself for a rank that leaves the printing to another one, and printed nothing."""
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "1")
-    ended = launch([*TINY, "--num_steps=1", f"--output_dir={tmp_path / 'run'}"])
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "RANK" in ended.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_help_with_incomplete_launch_variables_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:

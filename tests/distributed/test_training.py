@@ -1,13 +1,12 @@
-"""Training on several ranks: the losses and data of one process, exact resumes, bad input reported once."""
+"""Training on several ranks has the losses and the data of one process."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cli import TINY, losses, made_once, metrics, run, trained
+from tests.cli import TINY, made_once, metrics, trained
 
 FP32 = (
     *TINY,
@@ -51,27 +50,3 @@ def test_losses_and_data_equal_one_process(
             assert found[step][name] == pytest.approx(record[name], rel=1e-4)
     log = (tmp_path / f"log.rank{nproc - 1}.txt").read_text()
     assert "run directory" not in log  # rank 0 logs it
-
-
-@pytest.mark.slow
-def test_resume_on_two_ranks_is_bit_exact(tmp_path: Path) -> None:
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    argv = [*FP32, "--sharding_strategy=fsdp"]
-    trained(*argv, f"--output_dir={whole}", nproc=2)
-    shutil.copytree(whole / "checkpoints" / "step_3", again / "checkpoints" / "step_3")
-    trained(*argv, f"--output_dir={again}", nproc=2)
-    assert losses(again) == losses(whole)[3:]
-
-
-@pytest.mark.slow
-def test_bad_input_is_printed_once_despite_restarts(tmp_path: Path) -> None:
-    result = run(
-        "--model_variant=tiny",
-        "--sharding_strategy=fsdp",
-        f"--output_dir={tmp_path}",
-        nproc=2,
-        torchrun=("--max-restarts=1",),
-    )
-    assert result.returncode != 0
-    assert result.stderr.count("error: ") == 1 and "--data_path" in result.stderr
-    assert not list(tmp_path.iterdir())

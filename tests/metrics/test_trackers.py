@@ -18,7 +18,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fms_fsdp.config import LogConfig, OptimConfig, TrainConfig
-from fms_fsdp.errors import UserError
 from fms_fsdp.metrics import trackers
 from fms_fsdp.metrics.trackers import QUEUE_SIZE, BackgroundTracker, Record, open_trackers
 from tests.cli import ROOT, TINY, metrics, status, trained
@@ -237,8 +236,6 @@ def test_every_metric_has_its_group(tmp_path: Path) -> None:
 
 def test_none_opens_no_tracker() -> None:
     assert open_trackers(TrainConfig(log=LogConfig(trackers=("none",))), started()) == []
-    with pytest.raises(UserError, match=r"--trackers=none,wandb must not .*; remove none"):
-        TrainConfig(log=LogConfig(trackers=("none", "wandb")))
 
 
 @pytest.mark.slow

@@ -191,65 +191,6 @@ def test_flags_and_data_vocabulary_shape_the_model() -> None:
     assert not resolve(model_variant="llama3.2_1b", tie_embeddings=False).tie_embeddings
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (
-            dict(model_variant="7bb"),
-            r"--model_variant=7bb does not exist; did you mean 7b\? \(--list_variants lists all \d+\)",
-        ),
-        (dict(model_variant="mamba_9.8b"), r"--model_variant=mamba_9.8b is not supported"),
-        (
-            dict(num_attention_heads=33),
-            r"--num_attention_heads=33 must divide hidden_size=4096; use one of 1, 2, 4",
-        ),
-        (
-            dict(num_kv_heads=5),
-            r"--num_kv_heads=5 must divide num_attention_heads=32; use one of 1, 2, 4",
-        ),
-        (
-            dict(vocab_size=100),
-            r"--vocab_size=100 must be at least the data's vocabulary \(512\); .*=512",
-        ),
-        (dict(hidden_size=32), r"must leave an even number .* not 1 = 1 x 1"),
-        (
-            dict(pos_emb="sinusoidal", hidden_size=33, head_dim=2),
-            r"--hidden_size=33 must be even",
-        ),
-        (dict(max_seq_len=7), r"--max_seq_len=7 must be at least --seq_length=8"),
-        (
-            dict(rope_scaling="yarn:4"),
-            r"--rope_scaling=yarn:4 must be linear:FACTOR or llama3:",
-        ),
-        (dict(rope_scaling="llama3:8:4:1:512"), r"LOW below HIGH"),
-        (
-            dict(attn_window=4, attn_window_pattern="LX"),
-            r"--attn_window_pattern=LX must consist of",
-        ),
-        (
-            dict(attn_dropout=0.1, attn_impl="cudnn"),
-            r"--attn_impl=cudnn is not supported with --attn_dropout=0.1",
-        ),
-        (
-            dict(pos_emb="relative", relative_buckets=64, relative_max_distance=32),
-            r"--relative_max_distance=32 must be above half of --relative_buckets=64; set",
-        ),
-        (
-            dict(relative_buckets=8),
-            r"--relative_buckets=8 has no effect without --pos_emb=relative",
-        ),
-        (
-            dict(model_variant="gpt3_125m", vocab_size=512, rope_pct=0.5),
-            r"--rope_pct=0.5 has no effect",
-        ),
-    ],
-)
-def test_wrong_shape_is_rejected(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        resolve(vocab=512, **flags)
-    assert "\n" not in str(error.value)
-
-
 FMS_FSDP = (
     "llama2_70b llama2_34b llama2_13b llama2_7b llama2_1.4b llama3_8b llama3_8b_4k llama3_1.8b"
 )

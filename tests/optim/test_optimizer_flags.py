@@ -1,4 +1,4 @@
-"""`--optimizer` and its companions: rejected values, bytes of the state, and resumes."""
+"""`--optimizer` and its companions: defaults, bytes of the state, and resumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import nn
 
 from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.optim import OPTIMIZERS
-from fms_fsdp.logs import set_up_log
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.optim.optimizers import (
@@ -24,49 +23,10 @@ from tests.specs import planned
 from tests.warm import command
 
 
-def rejection(*flags: str) -> str:
-    """Returns the line that rejects the flags before any work; empty if they are accepted."""
-    set_up_log(1)  # quiet
-    try:
-        planned(["--model_variant=tiny", "--use_dummy_dataset=True", *flags])
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-REJECTED = {
-    "--optimizer=adamv": "did you mean adam?",
-    "--optimizer=torch.optim:Nothing": "must be importable as module:function",
-    "--optimizer=os:getcwd": "must take the parameters as its argument",
-    "--optimizer=textwrap:dedent": "cannot be built",
-    "--optimizer=muon --optimizer_kwargs=nesterof=true": "did you mean nesterov?",
-    "--optimizer=sgd --optimizer_kwargs=momentum": "must have the form key=value",
-    "--optimizer=sgd --optimizer_kwargs=momentum=high": "--optimizer_kwargs=high must be a number",
-    "--optimizer=sgd --optimizer_kwargs=momentum=-1": "Invalid momentum value: -1",
-    "--optimizer=sgd --optimizer_kwargs=lr=1": "has a flag of its own; use --learning_rate",
-    "--optimizer_kwargs=betas=0.9:0.99": "use --adam_beta1 and --adam_beta2",
-    "--optimizer_kwargs=eps=1e-6": "use --adam_eps",
-    "--optimizer_kwargs=weight_decay=0": "use --weight_decay",
-    "--optimizer_kwargs=fused=false": "adamw must be one of amsgrad; did you mean amsgrad?",
-    "--optimizer=rprop --optimizer_kwargs=etas=2:3": "etas=2:3 must be a:b with 0 < a < 1 < b",
-    "--optimizer=muon --optimizer_kwargs=scale=large": "scale=large must be rms or original",
-    "--optimizer=muon --optimizer_kwargs=ns_steps=1e9": "ns_steps=1000000000 must be from 1 to 100",
-    "--optimizer=muon --optimizer_kwargs=momentum=1": "momentum=1 must be at least 0 and below 1",
-    "--optimizer=adafactor --optimizer_kwargs=d=0": "d=0 must be at least 1",
-    "--optimizer=torch.optim:SGD --adam_beta2=0.9": "--adam_beta1 has no effect on --optimizer=torch.optim",
-}
-
-
-@pytest.mark.parametrize("flags", REJECTED)
-def test_wrong_optimizer_flags_are_rejected(flags: str) -> None:
-    line = rejection(*flags.split())
-    assert REJECTED[flags] in line and line.startswith("--") and "\n" not in line, line
-
-
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim:RAdam"])
 def test_optimizer_is_accepted_with_its_defaults(name: str) -> None:
     flags = ("--decay_norms=True", "--decay_embeddings=False") if name != "rprop" else ()
-    assert rejection(f"--optimizer={name}", *flags) == ""
+    planned([*TINY, f"--optimizer={name}", *flags])
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])

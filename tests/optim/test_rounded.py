@@ -21,7 +21,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.variants import VARIANTS
-from fms_fsdp.optim.optimizers import build_optimizers, example_state, state_bytes
+from fms_fsdp.optim.optimizers import build_optimizers, state_bytes
 from fms_fsdp.optim.stochastic_rounding import (
     _hash,
     adamw_update,
@@ -343,28 +343,6 @@ def test_gradients_of_bf16_weights_accumulate_in_fp32() -> None:
     """Where FSDP accumulates by itself, in `reduce_dtype`, it rounds the sum once."""
     assert sums("none", True, "fp32") == "fp32" and sums("none", True, "bf16") == "bf16"
     assert run_ranks(sums_of_each, 2) == [list(SUMS.values())] * 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "precision", "text"),
-    [
-        ({"name": "muon"}, PURE, "--optimizer=muon must be adamw or adam"),
-        ({"name": "lamb"}, MOMENTS, "--optimizer=lamb must be adamw or adam"),
-        (
-            {"optimizer_kwargs": ("amsgrad=true",)},
-            WEIGHTS,
-            "--optimizer_kwargs=amsgrad=true is not supported",
-        ),
-        ({"adam_beta2": 0.999}, NEAREST, "--adam_beta2=0.999 must be at most 0.99 "),
-    ],
-)
-def test_settings_bf16_cannot_keep_are_rejected(
-    flags: dict[str, Any], precision: Precision, text: str
-) -> None:
-    with pytest.raises(ValueError, match=text):
-        build_optimizers(section(**flags), nn.Linear(3, 3), precision)
-    with pytest.raises(ValueError, match=text):
-        example_state(section(**flags), precision)
 
 
 def test_slow_second_moment_is_accepted() -> None:

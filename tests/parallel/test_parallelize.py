@@ -32,7 +32,6 @@ from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import (
     BF16,
     FP32,
-    ModelConfig,
     ParallelConfig,
     Precision,
     PrecisionConfig,
@@ -316,25 +315,13 @@ COMPILED, IN_FP32 = ParallelConfig(use_torch_compile=True), PrecisionConfig(prec
     [
         ("cpu", TrainConfig(parallel=COMPILED), r"--use_torch_compile=True .*g\+\+ is not on"),
         ("cuda", TrainConfig(parallel=COMPILED, precision=IN_FP32), "gcc is not on the PATH"),
-        (
-            "cpu",
-            TrainConfig(parallel=ParallelConfig(recompute="cheap")),
-            "--recompute=cheap .*set --use_torch_compile=True",
-        ),
-        (
-            "cpu",
-            TrainConfig(parallel=replace(COMPILED, debug_sync_blocks=True)),
-            "--debug_sync_blocks",
-        ),
-        ("cpu", TrainConfig(model=ModelConfig(attn_impl="efficient")), "--attn_impl=efficient"),
     ],
 )
-def test_flags_the_machine_lacks_are_rejected(
+def test_compilation_without_a_compiler_is_rejected(
     device: str, config: TrainConfig, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    if config.parallel == COMPILED:
-        monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("PATH", "/nowhere")
     here = machine(device, missing_for_compilation=missing_for_compilation(device))
     with pytest.raises(UserError, match=message):
         check_machine(config, here, ParallelDims("none"))

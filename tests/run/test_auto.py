@@ -16,7 +16,6 @@ from fms_fsdp.config import ParallelConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.values import counted, rounded_bytes
 from fms_fsdp.distributed.world import World
-from fms_fsdp.errors import UserError
 from fms_fsdp.plan import plan
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.resume import check_resume, list_changes
@@ -24,8 +23,6 @@ from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.run.setup import Found
 from fms_fsdp.run.startup_log import describe
 from fms_fsdp.state import RunConfig, TrainMetadata, read_run_config
-from fms_fsdp.tools.tool_flags import EstimateConfig
-from tests.cases import cases
 from tests.cli import TINY, trained
 from tests.distributed.launch import run_ranks
 from tests.specs import FRESH, budget, machine, planned
@@ -224,24 +221,6 @@ def test_run_config_records_choices() -> None:
     assert (record.chosen, record.config, record.batch) == (spec.chosen, spec.config, spec.batch)
     del content["resolved"]["chosen"]
     assert read_run_config(content, "config.json").chosen == {}
-
-
-@cases("""
-    flags | message
-    --batch_size=autox | --batch_size=autox must be an integer such as .* or auto
-    --recompute=autox | did you mean auto?
-    --batch_size=auto --grad_accum_steps=2 --global_batch_size=8 | --batch_size=auto cannot be used .*; remove --grad_accum_steps
-    --recompute=auto --selective_checkpointing=1/2 | has no effect without --recompute=blocks
-    --recompute=auto --fsdp_activation_checkpointing=True | cannot be used together
-""")
-def test_auto_without_a_choice_is_rejected(flags: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_flags(TrainConfig, flags.split())
-
-
-def test_estimate_by_rate_rejects_auto() -> None:
-    with pytest.raises(ValueError, match="auto requires the memory of a device; set --device"):
-        parse_flags(EstimateConfig, ["--tflops=400", "--recompute=auto"])
 
 
 def _choices_of_this_rank() -> dict[str, Any]:

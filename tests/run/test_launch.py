@@ -14,17 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.run import run_dir
 from fms_fsdp.run.run_dir import lock_folder
 from tests.cli import ROOT, TINY, metrics, run, status, trained
-from tests.warm import launch, running
+from tests.warm import running
 
 LONG = (*TINY, "--num_steps=100000", "--trackers=none")
 
@@ -70,27 +68,6 @@ def saved_by(process: subprocess.Popen[Any], folder: Path, name: str) -> bool:
     ended = status(folder)
     assert ended["status"] == "resume_me" and name in ended["reason"]
     return (folder / "checkpoints" / f"step_{ended['step']}").is_dir()
-
-
-def give_up_at_once() -> None:
-    """In a launch: a locked folder is an error without a wait."""
-    run_dir.lock_folder = partial(lock_folder, patience_s=0.0)
-
-
-@pytest.mark.slow
-def test_locked_folder_is_left_as_it_is(tmp_path: Path) -> None:
-    """Without the wait, which tests/distributed/test_launches.py tests."""
-    trained(*TINY, "--num_steps=1", f"--output_dir={tmp_path}")
-    with open(tmp_path / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write("process 1 on another\n")
-        file.flush()
-        before = content(tmp_path)
-        flags = [*TINY, "--num_steps=2", f"--output_dir={tmp_path}"]
-        result = launch(flags, before=give_up_at_once)
-        assert content(tmp_path) == before and result.returncode == 2
-        assert result.stderr.startswith(f"error: {tmp_path} is in use by process 1 on another; ")
-    trained(*TINY, "--num_steps=2", f"--output_dir={tmp_path}")
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
 from dataclasses import replace
@@ -256,25 +255,6 @@ def test_checkpoint_records_versions_and_commit(whole: Path) -> None:
     if head.returncode == 0:
         assert versions["commit"].startswith(head.stdout[:12])
     assert versions["torch"]
-
-
-@pytest.mark.slow  # test_launch.py sends signals to ranks without an agent
-def test_signal_to_torchrun_ends_with_a_checkpoint(tmp_path: Path) -> None:
-    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-    flags = argv(tmp_path, "--num_steps=100000", "--checkpoint_interval=0")
-    command = under_torchrun(2, signals, "main_training.py", *flags)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
-    )
-    deadline, records = time.monotonic() + 60, tmp_path / "metrics.jsonl"
-    # while the first step is recorded, a rank may still be in it and cannot save
-    while not (records.exists() and len(metrics(tmp_path)) > 1) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGUSR1)
-    process.wait(timeout=300)
-    ended = status(tmp_path)
-    assert ended["status"] == "resume_me" and "SIGUSR1" in ended["reason"]
-    assert complete_steps(tmp_path / "checkpoints") == [ended["step"]]
 
 
 def test_learned_positions_keep_their_length(tmp_path: Path) -> None:

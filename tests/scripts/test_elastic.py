@@ -171,3 +171,4 @@ def test_batch_the_nodes_cannot_share_is_rejected(tmp_path: Path, nodes: list[No
     assert text.count("error: --global_batch_size=8 ") == 1 and "of 1, 2, 4, 8" in text, (
         "no restart"
     )
+    assert not (tmp_path / "run").exists()

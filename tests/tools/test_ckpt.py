@@ -13,7 +13,7 @@ import torch
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
-from fms_fsdp.tools import ckpt_command as ckpt
+from fms_fsdp.tools import tensor_stats
 from tests.cli import TINY, trained
 from tests.hf_folders import weights_of, write_folder
 

@@ -11,7 +11,6 @@ from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.values import rounded_bytes
 from fms_fsdp.tools.estimate_command import days_by_rate
 from fms_fsdp.tools.tool_flags import EstimateConfig
-from tests.cases import cases
 
 
 def given(**flags: Any) -> EstimateConfig:
@@ -95,19 +94,3 @@ def test_memory_and_traffic_per_rank(
     )
     over = ", ".join(f"{axis} {rounded_bytes(size)}" for axis, size in sent.items())
     assert (lines[2] == f"sent per rank and step: {over}") is bool(sent)
-
-
-@cases("""
-    flags | text
-     | requires a device or its rate
-    --tflops=1 --tokens_per_sec_per_device=1 | --tokens_per_sec_per_device
-    --tflops=1 --model_variant=17b | 17b
-    --tflops=1 --plot_schedule | --plot_schedule is not a flag; it was removed
-    --tflops=1 --num_devices=4 --sharding_strategy=none | --sharding_strategy=none requires one process
-""")
-def test_estimate_requires_one_rate(
-    flags: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate", *flags.split()]) == 2
-    out, err = capsys.readouterr()
-    assert text in err and not out

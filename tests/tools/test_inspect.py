@@ -175,8 +175,6 @@ def test_step_shows_the_text_of_documents(
 
 @cases("""
     argv | text
-    --step=1 | --run and --step are required
-    --run=nowhere --step=1 | --run=nowhere must be a run directory with config.json
     --run={run} --step=1 --rows=3:9 | --rows=3:9 must be a:b with 0 <= a < b <= 4
     --run={run} --step=1 --text | --text requires a tokenizer in
     --run={run} --step=1 --data_path=nowhere | --data_path=nowhere is not a folder
@@ -202,17 +200,6 @@ def test_run_on_synthetic_tokens_is_an_error(run: tuple[Path, list[int]], tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="not on synthetic tokens"), open_run_data(str(tmp_path)):
         pass
-
-
-@pytest.mark.parametrize("name", ["inspect plan", "inspect find"])
-def test_removed_command_names_its_replacement(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command([*name.split(), "--seq_length=32"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        error.startswith(f"fms_fsdp: command {name} was removed; use ") and error.count("\n") == 1
-    )
 
 
 @pytest.mark.parametrize(

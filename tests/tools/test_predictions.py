@@ -16,7 +16,6 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.run.machine import ESTIMATE_MARGIN
 from fms_fsdp.tools.estimate_command import estimate, search
 from fms_fsdp.tools.tool_flags import EstimateConfig
-from tests.cases import cases
 
 N = 6_738_415_616  # parameters of 7b
 H100 = "--device=h100_80gb"
@@ -197,26 +196,3 @@ def test_own_device_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     plan = values(f"{own_device(tmp_path, 24)} {SMALL} --num_devices=4", capsys)
     assert plan["parameters"] == 4 * (4 * 512**2 + 3 * 512 * 1408 + 2 * 512) + 2 * 1000 * 512 + 512
     assert plan["device"] == "mine" and plan["available"] == 24 * 2**30
-
-
-@cases(f"""
-    flags | line
-    --device=h10 | --device=h10 must be one of a100_40gb
-    --device=a100_80gb --precision=float8 | --device=a100_80gb has no matmuls in float8
-    {H100} --hardware=none.toml | --hardware=none.toml cannot be read
-    {H100} --tflops=3 | --tflops and --device cannot be used together
-    {H100} --parameters=7B | --parameters is not supported with --device
-    {H100} --num_devices=12 | --num_devices=12 must be divisible by --devices_per_node=8
-    --tflops=3 --search | --search=True has no effect without --device
-    {H100} --plot | --plot is not a flag; it was removed
-    {H100} --num_epochs=2 | --num_epochs=2 requires data; set --num_tokens
-    {H100} --num_steps=2 --num_tokens=3 | cannot be used together
-    {H100} --num_devices=8 --tp_size=3 | --tp_size=3 must divide the world size (8)
-    {H100} --global_batch_size=9 | --global_batch_size=9 must be divisible by
-""")
-def test_impossible_estimate_is_rejected(
-    flags: str, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate", *flags.split()]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and line in err
