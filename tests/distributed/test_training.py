@@ -37,12 +37,14 @@ WATCHED = (
     "--eval_interval=3",
     "--eval_steps=2",
 )
-AXES = [  # test_layouts.py trains with the others, but not by launches
-    ("fsdp", 2, ["--sharding_strategy=fsdp"]),
-    ("hsdp", 4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"]),
-    ("tp", 2, ["--tp_size=2"]),
-    ("cp", 2, ["--cp_size=2"]),
-    ("pp", 2, ["--pp_size=2"]),
+FSDP = ["--sharding_strategy=fsdp"]
+HSDP = ["--sharding_strategy=hsdp", "--hsdp_shard_size=2", "--batch_size=1"]
+AXES = [  # test_layouts.py trains with many more layouts, without launches
+    pytest.param(2, FSDP, False, id="fsdp"),  # test_recovery.py starts fsdp by torchrun
+    pytest.param(4, HSDP, True, id="hsdp", marks=pytest.mark.slow),
+    pytest.param(2, ["--tp_size=2"], True, id="tp", marks=pytest.mark.slow),
+    pytest.param(2, ["--cp_size=2"], True, id="cp", marks=pytest.mark.slow),
+    pytest.param(2, ["--pp_size=2"], True, id="pp", marks=pytest.mark.slow),
 ]
 
 
@@ -59,23 +61,20 @@ def evaluations(run: Path) -> list[float]:
     return [record["eval/loss"] for record in records if "eval/loss" in record]
 
 
-@pytest.mark.parametrize(
-    ("nproc", "argv"),
-    [
-        pytest.param(nproc, argv, id=axis, marks=[] if axis == "fsdp" else pytest.mark.slow)
-        for axis, nproc, argv in AXES
-    ],
-)
-def test_launch_by_torchrun_equals_one_process(
-    alone: Path, tmp_path: Path, nproc: int, argv: list[str]
+@pytest.mark.parametrize(("nproc", "argv", "by_torchrun"), AXES)
+def test_launch_equals_one_process(
+    alone: Path, tmp_path: Path, nproc: int, argv: list[str], by_torchrun: bool
 ) -> None:
-    """The loss, what a report adds to it, evaluations and data."""
+    """The loss, the other values of a report, evaluations and data."""
     flags = last_of_each([*FP32, *argv, *WATCHED, f"--output_dir={tmp_path}"])
-    torchrun = [*WARM_TORCHRUN, *under_torchrun(nproc)[3:], "main_training.py"]
-    ended = subprocess.run(
-        [*torchrun, *flags], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
-    assert ended.returncode == 0, ended.stderr
+    if by_torchrun:
+        command = [*WARM_TORCHRUN, *under_torchrun(nproc)[3:], "main_training.py", *flags]
+        ended = subprocess.run(
+            command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+        )
+        assert ended.returncode == 0, ended.stderr
+    else:
+        trained(*flags, nproc=nproc)
     found = metrics(tmp_path)
     for step, record in metrics(alone).items():
         for name in ("data_fingerprint", "grad_zeros"):

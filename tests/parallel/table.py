@@ -134,7 +134,6 @@ LAYOUTS = {
     "pp 4": layout("pp_size=4", pp=4),
     "pp x fsdp": layout("pp_size=2", pp=2, dp_shard=2),
     "pp x ddp": layout("pp_size=2 sharding_strategy=ddp", pp=2, dp_replicate=2),
-    "pp x hsdp": layout("pp_size=2 sharding_strategy=hsdp hsdp_shard_size=1", pp=2, dp_replicate=2),
     "pp interleaved x hsdp": layout(
         "pp_size=2 pp_schedule=interleaved sharding_strategy=hsdp hsdp_shard_size=1",
         pp=2,
@@ -266,7 +265,6 @@ SLOW = (
     *rows("fsdp", "compiled, accumulation, segments"),
     *rows("zero1", "compiled, accumulation, groups, half blocks"),
     *rows("tp", "compiled, qk_norm"),
-    *rows("tp", "compiled, qk_norm, recompute blocks"),
     *rows("tp", "compiled, qk_norm, recompute blocks", "bf16"),
     *rows("fsdp, ddp, zero1", "accumulation, recompute blocks", "bf16_mixed_sr"),
     # every feature with every axis
@@ -284,7 +282,7 @@ SLOW = (
     ),
     *rows("pp interleaved", "document_mask, evaluation, sharding_strategy=fsdp"),
     *rows(ATTENDING, "none positions, grouped queries, zero1, muon, accumulation"),
-    *rows(ATTENDING, "qkv_bias, compiled and recomputed, document_mask, accumulation"),
+    *rows(ATTENDING, "qk_norm, qkv_bias, compiled and recomputed, document_mask, accumulation"),
     *rows(AXES, "dropout, accumulation", "float8"),
     *rows("tp", "relative positions, ramp of micro-batches"),
     *rows("cp ulysses", "ramp of micro-batches"),
@@ -292,14 +290,16 @@ SLOW = (
     *rows(AXES, "accumulation", "fp16"),
     *rows(AXES, "accumulation", "bf16_pure"),
     *rows(AXES, "accumulation", "bf16_mixed_sr"),
-    *rows("tp x hsdp, cp x hsdp, pp x hsdp", "adamax, recompute segments, accumulation"),
-    *rows("tp x ddp, cp x ddp, pp x ddp", "accumulation", "bf16"),
+    *rows(
+        "tp x hsdp, cp x hsdp, pp interleaved x hsdp",
+        "adamax, recompute segments, document_mask, accumulation",
+    ),
+    *rows("cp x ddp", "accumulation", "bf16"),
     # every pair of axes
     *rows("tp 4", "num_kv_heads=2, qk_norm"),
     *rows("cp 4 ulysses, cp 4 gather", "document_mask"),
     *rows("pp 4", "sharding_strategy=fsdp, muon"),
     *rows("pp x ddp", "offload, accumulation"),
-    *rows("pp interleaved x hsdp", "document_mask, accumulation"),
     *rows("pp x fsdp", "recompute blocks, pp_micro_batch_size=2", "bf16"),
     *rows("tp x zero1", "whole build, layernorm, bias, tied embeddings, accumulation"),
     *rows("tp x ddp", "muon, document_mask, accumulation"),
@@ -309,7 +309,6 @@ SLOW = (
     *rows("cp gather x tp without sp", "grouped queries, tied embeddings, learned positions"),
     *rows("pp x tp", "recompute ops, document_mask, accumulation, evaluation"),
     *rows("pp gpipe x tp without sp", "muon"),
-    *rows("pp zbv x cp", "document_mask, accumulation"),
     *rows("pp zbv x cp", "document_mask, accumulation, recompute segments"),
     *rows(
         "pp interleaved x cp gather",

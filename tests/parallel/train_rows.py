@@ -47,7 +47,7 @@ class Trained:
     gradients    parameter → its full gradient in the first step
     steps        the values of each step
     state        the optimizer's tensors, without their values: name → full shape
-    evaluations  losses on held-out data, before each of the first steps
+    evaluations  losses on held-out data, after the first step
     texts        token ids that were generated then
     """
 
@@ -129,7 +129,7 @@ def train_row(
         interval = IntervalMetrics(mesh, device)
         timer = PhaseTimer(device)
         for step in range(num_steps):
-            if is_watched and launch.run.config.eval.eval_interval and step < 2:
+            if is_watched and launch.run.config.eval.eval_interval and step == 1:
                 look(found, launch, mesh, state)
             batch = batch_of(next_batch(settings, state), settings, state)
             result = train_step(settings, state, batch, timer)
