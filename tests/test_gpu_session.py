@@ -18,16 +18,17 @@ import torch
 from fms_fsdp.data.batch import Batch
 from tests.cli import ROOT
 from tests.distributed.launch import run_ranks
-from tests.gpu.shared_cases import Case, all_cases
+from tests.gpu.shared_cases import all_cases, collectives_of
 from tests.gpu.shared_gpu import (
     Results,
     Start,
-    cut_into_documents,
     outcomes,
     run_cases,
     run_collectives,
     run_references,
 )
+from tests.parallel.layouts import with_documents
+from tests.parallel.table import LAYOUTS, Bounds, Row, layout
 from tests.test_docs import read_by_its_parser
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -82,11 +83,11 @@ def test_ranks_that_share_a_device_are_rehearsed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_shared_cases_have_a_verdict(tmp_path: Path) -> None:
     """A case that differs from its reference, one that hangs, and one that this machine rejects."""
-    fsdp = Case("fsdp", 2, ("--sharding_strategy=fsdp",), sizes={"dp_shard": 2})
-    wrong = replace(fsdp, name="wrong", bound=-1.0)
-    rejected = replace(fsdp, name="rejected", layout=("--async_tp=True", "--tp_size=2"))
-    rejected = replace(rejected, sizes={"tp": 2})
-    broken = replace(fsdp, name="broken", layout=("--sharding_strategy=ddp",))  # not these sizes
+    fsdp = Row("fsdp", LAYOUTS["fsdp"], ("--precision=fp32",))
+    wrong = replace(fsdp, name="wrong", bounds=Bounds(-1.0, -1.0))
+    rejected = replace(fsdp, name="rejected", layout=layout("async_tp=True tp_size=2", tp=2))
+    not_these_sizes = layout("sharding_strategy=ddp", dp_shard=2)
+    broken = replace(fsdp, name="broken", layout=not_these_sizes)
     cases = [rejected, broken, wrong]
     results = Results(tmp_path)
     start = Start(tmp_path, "cpu", 2, cases, "aot_eager", timeout_s=1800)
@@ -105,14 +106,14 @@ def test_shared_cases_have_a_verdict(tmp_path: Path) -> None:
 def test_cases_of_document_masks_have_documents() -> None:
     """Synthetic tokens are one document, whose mask would be no other than the causal one."""
     tokens = torch.tensor([[5, 16, 7, 8, 32, 48], [16, 1, 2, 3, 4, 5]])
-    batch = cut_into_documents(Batch(tokens, tokens, tokens.int(), tokens.int()))
+    batch = with_documents(Batch(tokens, tokens, None, None), tokens % 16 == 0)
     assert batch.document_ids_BS.tolist() == [[0, 1, 1, 1, 2, 3], [0, 0, 0, 0, 0, 0]]
     assert batch.positions_BS.tolist() == [[0, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5]]
 
 
 def test_plain_torch_runs_the_collectives_of_every_layout() -> None:
     """On two ranks, without the product: the second opinion of a case that fails."""
-    names = {name for case in all_cases() for name in case.collectives()}
+    names = {name for case in all_cases() for name in collectives_of(case.layout)}
     known = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_and_receive"}
     assert names == known
     run_ranks(run_collectives, 2, sorted(names), "cpu")

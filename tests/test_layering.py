@@ -50,7 +50,7 @@ def test_forbidden_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (package / "strange.py").touch()
     (package / "train.py").write_text("import fms_fsdp.tools.report_command\n")
     (package / "distributed/mesh.py").write_text(
-        "from fms_fsdp.tools import inspect_command as inspect_command as inspect\n"
+        "from fms_fsdp.tools import inspect_command\n"
     )
     late = "def late() -> None:\n    from fms_fsdp.hf import weights\n"
     (package / "data/order.py").write_text("from fms_fsdp.hf import weights\n")

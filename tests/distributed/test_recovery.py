@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from tests.cli import (
     ROOT,
     STORE_PER_ATTEMPT,
     TINY,
-    made_once,
     metrics,
     status,
     trained,
@@ -185,38 +183,6 @@ def test_two_nodes_survive_killed_workers(tmp_path: Path) -> None:
                 agent.kill()
     assert codes == [0, 0], (tmp_path / "output.txt").read_text()[-3000:]
     assert status(run)["status"] == "finished" and sorted(metrics(run)) == list(range(1, 21))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps on four ranks, saved, then four more."""
-    flags = [*TINY, "--num_steps=8", "--checkpoint_interval=4", "--batch_size=2"]
-    return made_once(
-        tmp_path_factory, "four", lambda run: trained(*flags, f"--output_dir={run}", nproc=4)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nproc", "flags"),
-    [
-        (4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2"]),
-        (2, ["--sharding_strategy=ddp"]),
-        (2, ["--sharding_strategy=zero1", "--fsdp_blocks_per_group=2"]),
-        (0, []),
-    ],
-)
-def test_checkpoint_resumes_in_any_world(
-    four: Path, tmp_path: Path, nproc: int, flags: list[str]
-) -> None:
-    shutil.copytree(four / "checkpoints" / "step_4", tmp_path / "checkpoints" / "step_4")
-    argv = [*TINY, "--num_steps=8", "--global_batch_size=8", f"--output_dir={tmp_path}", *flags]
-    trained(*argv, nproc=nproc)
-    there, here = metrics(four), metrics(tmp_path)
-    for step in range(5, 9):
-        assert here[step]["data_fingerprint"] == there[step]["data_fingerprint"]
-        # bf16; fp32 to 1e-5 in test_sharded_training.py
-        assert here[step]["loss"] == pytest.approx(there[step]["loss"], rel=2e-3)
 
 
 SLOW_SAVE = """

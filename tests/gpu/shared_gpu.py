@@ -24,7 +24,6 @@ import re
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -33,8 +32,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.gpu.nodes import free_port, node_environment
-from tests.gpu.shared_cases import Case, all_cases, references
+from tests.gpu.shared_cases import STEPS, all_cases, collectives_of, references
 from tests.gpu.shared_life import LIFE, LifeFailed, Session
+from tests.parallel.table import LAYOUTS, Row
 
 PASSES = "agrees"
 OURS = "ours"
@@ -76,7 +76,7 @@ class Start:
     folder: Path
     device_type: str
     world: int
-    cases: list[Case]
+    cases: list[Row]
     compile_backend: str
     timeout_s: float
     backend: str = "auto"
@@ -125,13 +125,13 @@ def run_rank(start: Start, rank: int, port: int, folder: Path) -> None:
     os._exit(0)
 
 
-def run_case(start: Start, case: Case, world: Any, device: Any) -> Outcome:
+def run_case(start: Start, case: Row, world: Any, device: Any) -> Outcome:
     """Returns how the case ended on this rank (collective)."""
     from fms_fsdp.errors import UserError
 
     try:
         if start.task == "plain":
-            run_collectives(case.collectives(), device)
+            run_collectives(collectives_of(case.layout), device)
             return Outcome("trained")
         return train_case(case, world, device)
     except UserError as error:
@@ -141,90 +141,12 @@ def run_case(start: Start, case: Case, world: Any, device: Any) -> Outcome:
         return Outcome("failed", reason=f"{type(error).__name__}: {error}"[:500])
 
 
-def train_case(case: Case, world: Any, device: Any) -> Outcome:
-    """Trains as main_training.py does, but in the process group of the start (collective)."""
-    import torch
+def train_case(case: Row, world: Any, device: Any) -> Outcome:
+    """Trains the case in the process group of the start (collective)."""
+    from tests.parallel.train_rows import cut_into_documents, train_row
 
-    from fms_fsdp.config import TrainConfig
-    from fms_fsdp.config.parse import parse
-    from fms_fsdp.metrics.interval import IntervalMetrics
-    from fms_fsdp.metrics.timer import LaunchPhases, PhaseTimer
-    from fms_fsdp.plan import plan
-    from fms_fsdp.run.data_stream import open_stream
-    from fms_fsdp.run.machine import Machine
-    from fms_fsdp.run.memory_budget import MemoryBudget
-    from fms_fsdp.run.run_dir import RunDir
-    from fms_fsdp.run.setup import Found, Launch
-    from fms_fsdp.stages import build
-    from fms_fsdp.train import StepSettings, next_batch, train_step
-
-    # Groups of earlier cases stay: torch caches layouts with their meshes, and may use them again.
-    torch.compiler.reset()
-    parsed = parse(TrainConfig, case.flags(device.type))
-    cfg = parsed.config
-    machine = Machine.here(world, device).measured(device)
-    found = Found()
-    run = plan(cfg, machine, found)
-    with ExitStack() as at_end:
-        stream, _ = open_stream(
-            cfg,
-            run.batch,
-            run.model.vocab_size,
-            None,
-            found.resume,
-            dp_rank=run.dims.axis_rank(world.rank, "dp"),
-            pin_memory=device.type == "cuda",
-        )
-        at_end.callback(stream.close)
-        launch = Launch(
-            parsed=parsed,
-            phases=LaunchPhases(),
-            device=device,
-            found=found,
-            run=run,
-            budget=MemoryBudget(machine, None),
-            run_dir=RunDir(cfg),
-            stream=stream,
-            data_changes=[],
-            held_out=(),
-        )
-        mesh, state = build(launch)
-        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-            expected = case.sizes.get(axis, 1)
-            assert mesh.size(axis) == expected, f"axis {axis}: {mesh.size(axis)}, not {expected}"
-
-        settings = StepSettings.of(run, mesh, device)
-        timer = PhaseTimer(device)
-        losses = list[float]()
-        norms = list[float]()
-        for _ in range(run.num_steps):
-            batch = next_batch(settings, state)
-            if cfg.data.document_mask:
-                batch = cut_into_documents(batch)
-            result = train_step(settings, state, batch, timer)
-            num_sequences, length = batch.tokens_BS.shape
-            state.count(num_sequences * mesh.size("dp"), num_sequences * mesh.size("dp") * length)
-            interval = IntervalMetrics(mesh, device, ())
-            interval.add(result)
-            values = interval.read(result)
-            losses.append(values["loss"])
-            norms.append(values["grad_norm"])
-    return Outcome("trained", losses, norms)
-
-
-def cut_into_documents(batch: Any) -> Any:
-    """Returns the batch with a new document at every token that 16 divides: synthetic tokens are one
-    document. The cuts follow from the tokens alone, so that they are the same in every layout."""
-    import torch
-
-    is_first_BS = batch.tokens_BS % 16 == 0
-    is_first_BS[:, 0] = True
-    index_BS = torch.arange(batch.tokens_BS.shape[1]).expand_as(is_first_BS)
-    start_BS = torch.where(is_first_BS, index_BS, 0).cummax(dim=1).values
-    return batch._replace(
-        positions_BS=(index_BS - start_BS).int(),
-        document_ids_BS=(is_first_BS.cumsum(dim=1) - 1).int(),
-    )
+    trained = train_row(case, world, device, STEPS, batch_of=cut_into_documents)
+    return Outcome("trained", trained.values("loss"), trained.values("grad_norm"))
 
 
 def run_collectives(names: Sequence[str], device: Any) -> None:
@@ -278,7 +200,7 @@ def slug(name: str) -> str:
 # --- in the process that starts the ranks ---
 
 
-def outcomes(start: Start, deadline: float) -> Iterator[tuple[Case, Outcome]]:
+def outcomes(start: Start, deadline: float) -> Iterator[tuple[Row, Outcome]]:
     """Yields each case when it ends. A group that fails or hangs is replaced by another for the cases
     that are left; at `deadline` (time.monotonic) the group is ended."""
     left = list(start.cases)
@@ -288,7 +210,7 @@ def outcomes(start: Start, deadline: float) -> Iterator[tuple[Case, Outcome]]:
             yield case, outcome
 
 
-def outcomes_of_group(start: Start, deadline: float) -> Iterator[tuple[Case, Outcome]]:
+def outcomes_of_group(start: Start, deadline: float) -> Iterator[tuple[Row, Outcome]]:
     """Yields each case of one group of ranks until one fails or hangs, or time is up."""
     folder = start.folder / "starts" / f"{time.time_ns()}"
     folder.mkdir(parents=True)
@@ -318,7 +240,7 @@ def outcomes_of_group(start: Start, deadline: float) -> Iterator[tuple[Case, Out
 
 
 def wait_for_case(
-    case: Case, ranks: Sequence[BaseProcess], folder: Path, timeout_s: float, deadline: float
+    case: Row, ranks: Sequence[BaseProcess], folder: Path, timeout_s: float, deadline: float
 ) -> Outcome | None:
     """Returns how the case ended on all ranks; None if `deadline` comes first."""
     begin = time.monotonic()
@@ -390,17 +312,17 @@ def difference(found: list[float], expected: list[float]) -> float:
     return largest
 
 
-def row_of(case: Case, outcome: Outcome, reference: Outcome) -> dict[str, Any]:
+def row_of(case: Row, outcome: Outcome, reference: Outcome) -> dict[str, Any]:
     """Returns the line of a case; `verdict` is still ours where it does not pass."""
     row: dict[str, Any] = {"case": case.name, "world": case.world}
     if outcome.status != "trained":
         return row | {"found": f"{outcome.status}: {outcome.reason}", "verdict": OURS}
     if reference.status != "trained":
-        found = f"{case.reference} {reference.status}: {reference.reason}"
+        found = f"{case.reference.name} {reference.status}: {reference.reason}"
         return row | {"found": found, "verdict": OURS}
     loss = difference(outcome.losses, reference.losses)
     norm = difference(outcome.norms, reference.norms)
-    agrees = loss <= case.bound and norm <= case.norm_bound
+    agrees = loss <= case.bounds.loss and norm <= case.bounds.norm
     found = f"loss {loss:.2g}, gradient norm {norm:.2g}"
     return row | {"found": found, "verdict": PASSES if agrees else OURS}
 
@@ -458,7 +380,7 @@ def run_cases(
 ) -> Iterator[str]:
     """Runs the cases of one world size; yields a text when one ends."""
     for case, outcome in outcomes(start, deadline):
-        reference = expected.get(case.reference)
+        reference = expected.get(case.reference.name)
         if reference is None:  # time was up before it ran
             continue
         row = row_of(case, outcome, reference)
@@ -470,7 +392,7 @@ def run_cases(
         yield f"{case.name}: {row['verdict']} ({row['found']})"
 
 
-def is_rejected_by_machine(device_type: str, case: Case, ended: list[Outcome]) -> bool:
+def is_rejected_by_machine(device_type: str, case: Row, ended: list[Outcome]) -> bool:
     """Returns whether a case is rejected for the machine's sake: it gets a dash. A GPU supports all that
     its version of torch does."""
     if not any(outcome.status == "rejected" for outcome in ended):
@@ -479,7 +401,7 @@ def is_rejected_by_machine(device_type: str, case: Case, ended: list[Outcome]) -
     return device_type == "cpu" or (int(major), int(minor)) < case.min_torch
 
 
-def repeated(start: Start, case: Case) -> dict[str, str]:
+def repeated(start: Start, case: Row) -> dict[str, str]:
     """Runs a case that did not pass by gloo, and its collectives by plain torch; returns the verdict."""
     alone = replace(start, cases=[case])
     row = dict[str, str]()
@@ -501,7 +423,7 @@ def run_life(start: Start, names: list[str], results: Results, deadline: float) 
             row |= {"found": LIFE[name](session), "verdict": PASSES}
         except (LifeFailed, OSError, ValueError, KeyError) as error:
             row |= {"found": str(error)[:500], "verdict": OURS}
-            collectives = Case(name, 2, sizes={"dp_shard": 2})
+            collectives = Row(name, LAYOUTS["fsdp"])
             row |= repeated_plainly(replace(start, world=2, cases=[collectives]))
         finally:
             session.close()
@@ -516,11 +438,11 @@ def repeated_plainly(start: Start) -> dict[str, str]:
     return {"by plain torch": f"{plain.status}: {plain.reason}", "verdict": verdict}
 
 
-def wanted(case: Case) -> str:
+def wanted(case: Row) -> str:
     """Returns the bounds of a case, for its row."""
-    if math.isinf(case.norm_bound):
-        return f"loss at most {case.bound:g}"
-    return f"loss at most {case.bound:g}, norm {case.norm_bound:g}"
+    if math.isinf(case.bounds.norm):
+        return f"loss at most {case.bounds.loss:g}"
+    return f"loss at most {case.bounds.loss:g}, norm {case.bounds.norm:g}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

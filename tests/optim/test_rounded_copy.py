@@ -17,7 +17,7 @@ from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.predict.memory import Step, minimum_memory
 from fms_fsdp.predict.meter import ModelSetup
 from tests.distributed.launch import run_ranks
-from tests.parallel.layouts import CPU, SHAPE, Case, compare, mesh_of
+from tests.parallel.layouts import CPU, SHAPE, mesh_of
 
 CHANCE = replace(BF16, rounded_copy=True)
 
@@ -102,14 +102,3 @@ def test_memory_of_rounded_copy_is_predicted() -> None:
     )
     with_copy, without = (minimum_memory(Step(shape, 1, 1)).state for shape in shapes)
     assert with_copy - without == pytest.approx(2 * num_params(SHAPE) / 4, abs=1)
-
-
-@pytest.mark.slow
-def test_ranks_train_as_one_process() -> None:
-    """Over micro-steps, and where the backward pass gathers and recomputes."""
-    near = dict(precision=CHANCE, accum=2, loss_abs=2e-3, norm_rel=2e-2)
-    cases = {
-        name: Case(dict(sharding_strategy=name), dict(recompute="blocks"), **near)  # type: ignore[arg-type]
-        for name in ("fsdp", "ddp", "zero1")
-    }
-    compare(2, cases)

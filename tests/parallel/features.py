@@ -1,6 +1,6 @@
 """The features that are combined with the axes tp, cp and pp, and what is rejected.
 
-docs/reference/parallelism-tables.md shows the table, and test_features.py trains every cell of it.
+docs/reference/parallelism-tables.md shows the table; test_layouts.py and test_features.py train every cell of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One run goes through eight layouts by way of its checkpoints, with a kill in it."""
+"""One run goes through eleven layouts by way of its checkpoints, with a kill in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.cli import ROOT, TINY, metrics, run, trained, under_torchrun
 from tests.distributed.test_recovery import ENVIRONMENT, wait_for, workers
 
-BASE = (*TINY, "--num_layers=4", "--precision=fp32", "--global_batch_size=8", "--num_steps=24")
+BASE = (*TINY, "--num_layers=4", "--precision=fp32", "--global_batch_size=8", "--num_steps=33")
 BASE += ("--checkpoint_interval=3", "--keep_last_n=20", "--batch_size=2")
 LAYOUTS: list[tuple[int, list[str]]] = [
     (0, []),
@@ -22,6 +22,9 @@ LAYOUTS: list[tuple[int, list[str]]] = [
     (4, ["--pp_size=2", "--cp_size=2", "--pp_schedule=zbv"]),
     (4, ["--tp_size=2", "--sharding_strategy=ddp"]),
     (4, ["--pp_size=2", "--pp_schedule=interleaved", "--recompute=blocks"]),
+    (4, ["--sharding_strategy=hsdp", "--hsdp_shard_size=2"]),
+    (2, ["--sharding_strategy=ddp"]),
+    (2, ["--sharding_strategy=zero1", "--fsdp_blocks_per_group=2"]),
     (0, []),
 ]
 
@@ -46,7 +49,7 @@ def kill_behind(step: int, flags: list[str], nproc: int, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_through_eight_layouts_is_exact(tmp_path: Path) -> None:
+def test_run_through_all_layouts_is_exact(tmp_path: Path) -> None:
     calm, changing = tmp_path / "calm", tmp_path / "changing"
     trained(*BASE, f"--output_dir={calm}")
     for turn, (nproc, flags) in enumerate(LAYOUTS):
@@ -60,7 +63,7 @@ def test_run_through_eight_layouts_is_exact(tmp_path: Path) -> None:
     # A stage of a pipeline lacks the weights of the others, but the model does not.
     assert "that the model does not have" not in (changing / "log.txt").read_text()
     alone, spread = metrics(calm), metrics(changing)
-    assert sorted(spread) == sorted(alone) == list(range(1, 25))
+    assert sorted(spread) == sorted(alone) == list(range(1, 34))
     for step, record in alone.items():
         assert spread[step]["loss"] == pytest.approx(record["loss"], abs=1e-5), step
         assert spread[step]["grad_norm"] == pytest.approx(record["grad_norm"], rel=1e-4), step

@@ -1,6 +1,6 @@
 """Flex attention of gathered keys, which context parallelism uses on GPUs, against full sequences.
 
-test_pairs.py and test_features.py train with both methods.
+test_layouts.py trains with both methods.
 """
 
 from __future__ import annotations

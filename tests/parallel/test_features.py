@@ -1,14 +1,13 @@
-"""Every feature of the table in features.py trains with every axis as on one process.
+"""Launches over every axis, with the features of features.py that need files, and what is rejected.
 
-Features that do not exclude one another share a run of three steps, and the runs over an axis share their ranks.
+test_layouts.py trains with the other features.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from tests.cli import CORPUS, TINY, last_of_each, metrics, trained
 from tests.distributed.launch import train_each
 from tests.hf.test_export import differing_logits
 from tests.hf_folders import write_folder
-from tests.parallel.features import FEATURES, MODEL_AXES
+from tests.parallel.features import FEATURES
 from tests.specs import planned
 from tests.warm import COMMANDS, launch
 
@@ -38,7 +37,6 @@ BASE = (
 AXES = {
     "tp": ["--tp_size=2"],
     "cp": ["--cp_size=2"],
-    "gather": ["--cp_size=2", "--cp_method=gather"],
     "pp": ["--pp_size=2"],
 }
 
@@ -50,82 +48,6 @@ TRACED = (
     "--profiler_warmup=1",
     "--profiler_active=1",
 )
-
-
-class Group(NamedTuple):
-    """Features of one run. `more`: flags of the run in all layouts. `rel`: tolerance of losses and norms.
-    `attends`: a feature concerns attention, so that cp is tried by both methods."""
-
-    features: tuple[str, ...]
-    more: tuple[str, ...] = ()
-    rel: float = 1e-5
-    attends: bool = False
-
-
-GROUPS = (
-    Group(
-        (
-            "document_mask",
-            "qk_norm",
-            "z-loss",
-            "recompute blocks",
-            "accumulation",
-            "norms and zeros",
-            "odd vocabulary",
-            "whole build",
-        ),
-        attends=True,
-    ),
-    Group(
-        (
-            "learned positions",
-            "layernorm",
-            "bias",
-            "GELU blocks",
-            "recompute ops",
-            "ramp",
-            "lamb",
-        ),
-        attends=True,
-    ),
-    Group(
-        (
-            "alibi positions",
-            "windows",
-            "parallel_residual",
-            "evaluation",
-            "cpu_offload",
-            "scalenorm",
-            "sm3",
-        ),
-        attends=True,
-    ),
-    Group(("none positions", "grouped queries", "zero1", "muon"), rel=1e-3, attends=True),
-    Group(("qkv_bias", "compiled and recomputed"), ("--document_mask=True",), attends=True),
-    Group(("dropout", "float8"), rel=2e-2),  # each layout has its own masks
-    Group(("relative positions", "ramp of micro-batches")),
-    Group(("sinusoidal positions", "zero2", "adafactor", "recompute cheap")),
-    Group(("hsdp", "adamax", "recompute segments"), ("--batch_size=2",)),
-    Group(("ddp", "bf16"), ("--batch_size=2",), rel=1e-2),  # ddp is exact in test_pairs.py
-    Group(("fp16",), rel=1e-2),
-    Group(("bf16_pure",), rel=1e-2),
-    Group(("bf16_mixed_sr",), rel=1e-2),
-)
-BY_NAME = {feature.name: feature for feature in FEATURES}
-ELSEWHERE = {  # need files, and have tests of their own below
-    "bestfit packing",
-    "samples",
-    "exports",
-    "import",
-    "profiler",
-    "tied embeddings",
-    "model of your own",
-    "teacher",
-}
-
-
-def flags_of(names: tuple[str, ...]) -> list[str]:
-    return [flag for name in names for flag in BY_NAME[name].flags.split()]
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
@@ -144,117 +66,6 @@ def difference(alone: list[dict[str, float]], spread: list[dict[str, float]], re
             if other[name] != pytest.approx(value, rel=allowed):
                 return f"step {step}: {name} {other[name]} in place of {value}"
     return ""
-
-
-def names_of(group: Group) -> str:
-    return "+".join(group.features)
-
-
-def is_compiled(group: Group) -> bool:
-    return any("--use_torch_compile=True" in BY_NAME[name].flags for name in group.features)
-
-
-def num_ranks_of(group: Group) -> int:
-    """Two along the axis, and two copies of them for a strategy that needs several."""
-    return 4 if {"hsdp", "ddp"} & set(group.features) else 2
-
-
-def works_with(axis: str, group: Group) -> bool:
-    if axis == "gather" and not group.attends:
-        return False
-    return not any(axis in BY_NAME[name].refused for name in group.features)
-
-
-def flags_over(group: Group, axis: str, folder: Path) -> list[str]:
-    """Flags of the run of a group over an axis, or on one process ("")."""
-    flags = [*BASE, *group.more, *flags_of(group.features)]
-    if axis:
-        flags += AXES[axis]
-    else:
-        sharding = ("--sharding_strategy", "--cpu_offload")
-        flags = [flag for flag in flags if not flag.startswith(sharding)]
-    return last_of_each([*flags, f"--output_dir={folder / names_of(group) / (axis or 'alone')}"])
-
-
-class Cell(NamedTuple):
-    axis: str
-    group: Group
-
-
-def train_over(cells: Sequence[Cell], folder: Path) -> None:
-    """Trains each group over its axis, or on one process (""); the launches share their ranks."""
-    (num_ranks,) = {num_ranks_of(group) if axis else 0 for axis, group in cells}
-    backend = "aot_eager" if any(is_compiled(group) for _, group in cells) else ""
-    train_each(
-        [flags_over(group, axis, folder) for axis, group in cells], num_ranks, backend=backend
-    )
-
-
-def differences(cells: Sequence[Cell], alone: Path, folder: Path) -> str:
-    """Returns a line for each group that trains over its axis unlike alone."""
-    problems = []
-    for axis, group in cells:
-        wanted = numbers(alone / names_of(group) / "alone")
-        found = difference(wanted, numbers(folder / names_of(group) / axis), group.rel)
-        if found:
-            problems.append(f"{axis} of {names_of(group)}: {found}")
-    return "\n".join(problems)
-
-
-def test_every_feature_is_in_a_group() -> None:
-    named = [name for group in GROUPS for name in group.features]
-    assert sorted([*named, *ELSEWHERE]) == sorted(BY_NAME)
-
-
-EAGER = [group for group in GROUPS if not is_compiled(group)]
-ON_TWO = [group for group in EAGER if num_ranks_of(group) == 2]
-ON_FOUR = [group for group in EAGER if num_ranks_of(group) == 4]
-RECOMPUTED, CHEAP = (group for group in GROUPS if is_compiled(group))
-
-
-def cells_of(axes: Sequence[str], groups: Sequence[Group]) -> list[Cell]:
-    """Returns the groups with each of the axes that they work with."""
-    return [Cell(axis, group) for axis in axes for group in groups if works_with(axis, group)]
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of all eager groups on one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    train_over([Cell("", group) for group in EAGER], folder)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", AXES)
-def test_features_train_with_every_axis(axis: str, alone: Path, tmp_path: Path) -> None:
-    cells = cells_of([axis], ON_TWO)
-    train_over(cells, tmp_path)
-    assert not differences(cells, alone, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ON_FOUR, ids=names_of)
-def test_replicated_features_train_with_every_axis(
-    group: Group, alone: Path, tmp_path: Path
-) -> None:
-    """In processes for each: torch keeps results of DTensor operations by meshes that compare equal,
-    with the names of process groups that the launch before has destroyed."""
-    cells = cells_of(MODEL_AXES, [group])
-    train_over(cells, tmp_path)
-    assert not differences(cells, alone, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "group",
-    [pytest.param(RECOMPUTED, id="recomputed"), pytest.param(CHEAP, id="cheap")],
-)
-def test_compiled_features_train_with_every_axis(group: Group, tmp_path: Path) -> None:
-    train_over([Cell("", group)], tmp_path)
-    cells = cells_of([*AXES], [group])
-    train_over(cells, tmp_path)
-    assert not differences(cells, tmp_path, tmp_path)
 
 
 @pytest.fixture(scope="module")

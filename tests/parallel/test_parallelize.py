@@ -1,6 +1,6 @@
 """The recipe on one process: selection of blocks, compilation, clipping, order.
 
-tests/distributed/test_sharded_training.py has the world sizes.
+tests/distributed/test_layouts.py has the world sizes.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from fms_fsdp.config import BF16, BatchPlan, OptimConfig, ParallelConfig
+from fms_fsdp.config import BF16, FP32, BatchPlan, OptimConfig, ParallelConfig
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.distributed.dims import plan_dims
 from fms_fsdp.distributed.world import World
@@ -25,26 +25,36 @@ from fms_fsdp.state import TrainState
 from fms_fsdp.train import StepSettings, train_step
 from tests.cli import ROOT
 from tests.distributed.launch import run_ranks
-from tests.parallel.layouts import CPU, ROWS, SHAPE, Case, mesh_of, rows_of
+from tests.parallel.layouts import CPU, ROWS, SHAPE, mesh_of, rows_of
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from bench_parallel import Sent  # noqa: E402
 
 SEQ = 256
 WIDE = dict(hidden_size=128, ffn_hidden_size=256, vocab_size=512, max_seq_len=SEQ)
+
+
+class Case(NamedTuple):
+    """`flags` of ParallelConfig, `shape`: changes of the model, `accum`: micro-steps."""
+
+    flags: Mapping[str, Any]
+    shape: Mapping[str, Any] = {}
+    accum: int = 1
+
+
 CASES = {
     "tp x fsdp": Case(dict(tp_size=2)),
     "tp with copied keys": Case(dict(tp_size=4), shape=dict(num_kv_heads=2)),
     "copied keys without sequence": Case(
         dict(tp_size=4, sequence_parallel=False), shape=dict(num_kv_heads=1)
     ),
-    "tp recomputing": Case(dict(tp_size=2), common=dict(recompute="blocks"), accum=2),
-    "fsdp by segments": Case({}, common=dict(recompute="blocks", recompute_segment=2), accum=2),
+    "tp recomputing": Case(dict(tp_size=2, recompute="blocks"), accum=2),
+    "fsdp by segments": Case(dict(recompute="blocks", recompute_segment=2), accum=2),
     "pp x tp": Case(dict(tp_size=2, pp_size=2)),
     "pp x fsdp": Case(dict(pp_size=2, pp_schedule="interleaved")),
     "cp x fsdp": Case(dict(cp_size=2)),
     "cp gather x fsdp": Case(dict(cp_size=2, cp_method="gather")),
-    "cp x tp": Case(dict(cp_size=2, tp_size=2), common=dict(recompute="blocks")),
+    "cp x tp": Case(dict(cp_size=2, tp_size=2, recompute="blocks")),
     # FSDP gathers and reduces in every schedule of a pipeline: those of one were counted for all
     "pp x fsdp accumulating": Case(dict(pp_size=2, sharding_strategy="fsdp"), accum=2),
     "pp x hsdp accumulating": Case(
@@ -56,9 +66,9 @@ CASES = {
 
 def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
     """Bytes that this rank sent in a step by axis, and those that were predicted (collective)."""
-    section = ParallelConfig(**{**case.common, **case.flags})
+    section = ParallelConfig(**case.flags)
     config, mesh = replace(SHAPE, **WIDE, **case.shape), mesh_of(section)
-    model = parallelize(config, section, mesh, device=CPU, precision=case.precision, seed=5)
+    model = parallelize(config, section, mesh, device=CPU, precision=FP32, seed=5)
     rows = ROWS // mesh.size("dp")
     batch = BatchPlan(rows // case.accum, case.accum, mesh.size("dp"))
     settings = StepSettings(
@@ -73,7 +83,7 @@ def measured(case: Case) -> tuple[dict[str, float], dict[str, int]]:
     train_step(settings, state, columns, PhaseTimer(CPU))
     with Sent(mesh) as counted:
         train_step(settings, state, columns, PhaseTimer(CPU))
-    shape = ModelSetup(config, section, case.precision, mesh.dims, SEQ, False, "cpu")
+    shape = ModelSetup(config, section, FP32, mesh.dims, SEQ, False, "cpu")
     step, place = Step(shape, batch.batch_size, case.accum), mesh.axis_rank("pp")
     predicted = sent_by(step, place, rank_cost(shape, place, step.micro_batch))
     return counted.sent, dict(predicted)
