@@ -134,7 +134,7 @@ def worker(folder: Path, variant: str, rounds: int) -> None:
     saved_with = {"config": state.config, "resolved": state.resolved}
     run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=section), saved_with=saved_with)
     values: dict[str, Any] = dict(
-        tokens_seen=0, samples_seen=0, val_loss=None, metrics={}, loss_scale=None
+        tokens_seen=0, sequences_seen=0, val_loss=None, metrics={}, loss_scale=None
     )
     ends = dict(step=0, num_steps=9999, stop_reason="", is_done=False)
     health = dict(non_finite_steps=0, last_finite_step=0)

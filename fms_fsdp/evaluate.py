@@ -86,7 +86,7 @@ def evaluate(
         batches = list[tuple[HeldOut, int]]()  # of a source, from a sequence on
         counts = list[int]()  # of batches, by source
         for source in members:
-            starts = range(0, source.num_rows, batch_size)
+            starts = range(0, source.num_sequences, batch_size)
             batches += [(source, start) for start in starts]
             counts.append(len(starts))
         if len(members) > MANY_SOURCES:
@@ -102,12 +102,12 @@ def evaluate(
             # FSDP needs every rank in every pass: a rank past the last batch has no labels
             index = first + mesh.axis_rank("dp")
             has_batch = index < len(batches)
-            batch = members[0].no_rows(batch_size)
+            batch = members[0].no_sequences(batch_size)
             if has_batch:
                 source, start = batches[index]
                 try:
                     with checking_input(on_one_rank=True):
-                        batch = source.rows(start, start + batch_size)
+                        batch = source.sequences(start, start + batch_size)
                 except ReadFailed as error:
                     # The other ranks are on their way into the same pass: this rank takes part
                     # without labels, and all of them raise the error at the end.

@@ -304,7 +304,7 @@ def plan_length(cfg: TrainConfig, batch: BatchPlan, vocab_size: int, found: Foun
         batch,
         cfg.data.seq_length,
         step=start.step,
-        samples_seen=start.rows_seen,
+        sequences_seen=start.rows_seen,
         tokens_seen=start.tokens_seen,
     )
 

@@ -180,7 +180,7 @@ class TrainMetadata:
 
     step: int
     tokens_seen: int = 0
-    rows_seen: int = 0  # sequences; the recorded name
+    rows_seen: int = 0  # sequences; train_state.json of earlier versions has this name
     validation_loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
@@ -205,15 +205,15 @@ class TrainMetadata:
         """
         if step < self.step:
             return self.tokens_seen * step // self.step
-        samples = batch.samples_in(step - self.step, self.rows_seen)
-        return self.tokens_seen + samples * seq_length
+        sequences = batch.sequences_in(step - self.step, self.rows_seen)
+        return self.tokens_seen + sequences * seq_length
 
     def step_at(self, tokens: int, batch: BatchPlan, seq_length: int) -> int:
         """Returns the inverse of `tokens_at`: the first step by whose end that many tokens are read."""
         if tokens < self.tokens_seen:
             return -(-tokens * self.step // self.tokens_seen)
-        samples = -(-(tokens - self.tokens_seen) // seq_length)
-        return self.step + batch.steps_for(samples, self.rows_seen)
+        sequences = -(-(tokens - self.tokens_seen) // seq_length)
+        return self.step + batch.steps_for(sequences, self.rows_seen)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class CurrentStep:
 
     requests        of this rank to all ranks, see `StopControl.requests`
     batch           of this rank
-    samples, tokens of the global batch
+    sequences, tokens  of the global batch
     metrics         that were reported
     record_error    why this rank cannot write its records; "" if it can
     read_error      why this rank cannot read the data of a coming step
@@ -323,7 +323,7 @@ class CurrentStep:
 
     requests: tuple[int, int, int, int] = (0, 0, 0, 0)
     batch: Batch | None = None
-    samples: int = 0
+    sequences: int = 0
     tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     record_error: str = ""
@@ -334,9 +334,9 @@ class CurrentStep:
 class TrainState:
     """The objects that the loop changes and a checkpoint holds, and the progress of the run.
 
-    num_steps, samples_at_end   of the whole run, as this launch plans it
+    num_steps, sequences_at_end   of the whole run, as this launch plans it
     step                        optimizer steps done; `start` is the last one before this launch
-    samples_seen, tokens_seen   by the end of `step`, over all launches of the run
+    sequences_seen, tokens_seen   by the end of `step`, over all launches of the run
     loss_scale                  of fp16
     rounding                    context of the gradient-accumulation steps of a step, within which
                                 weights may be rounded copies
@@ -350,9 +350,9 @@ class TrainState:
     stream: Stream
     num_steps: int
     step: int = 0
-    samples_seen: int = 0
+    sequences_seen: int = 0
     tokens_seen: int = 0
-    samples_at_end: int = 0
+    sequences_at_end: int = 0
     loss_scale: LossScale | None = None
     rounding: Callable[[int], AbstractContextManager[object]] = nullcontext
     non_finite_steps: int = 0
@@ -364,16 +364,16 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.start = self.step
-        self._seen_before = self.samples_seen, self.tokens_seen
+        self._seen_before = self.sequences_seen, self.tokens_seen
 
-    def count(self, samples: int, tokens: int) -> None:
-        """Counts a step of `samples` sequences and `tokens` tokens, over all ranks."""
+    def count(self, sequences: int, tokens: int) -> None:
+        """Counts a step of `sequences` sequences and `tokens` tokens, over all ranks."""
         self.step += 1
         self.evaluation_pending = False
-        self.current.samples = samples
+        self.current.sequences = sequences
         self.current.tokens = tokens
         self.current.metrics = {}
-        self.samples_seen += samples
+        self.sequences_seen += sequences
         self.tokens_seen += tokens
 
     @property
@@ -382,9 +382,9 @@ class TrainState:
 
     @property
     def seen_in_launch(self) -> tuple[int, int]:
-        """The samples and tokens of this launch."""
-        samples, tokens = self._seen_before
-        return self.samples_seen - samples, self.tokens_seen - tokens
+        """The sequences and tokens of this launch."""
+        sequences, tokens = self._seen_before
+        return self.sequences_seen - sequences, self.tokens_seen - tokens
 
     @property
     def is_done(self) -> bool:

@@ -120,16 +120,16 @@ def offline(*argv: str, nproc: int = 0) -> subprocess.CompletedProcess[str]:
     return launch(["evaluate", *argv], nproc, program=COMMANDS)
 
 
-def held_out(corpus: Path, num_rows: int = 12, **flags: Any) -> tuple[HeldOut, ...]:
+def held_out(corpus: Path, num_sequences: int = 12, **flags: Any) -> tuple[HeldOut, ...]:
     data = DataConfig(data_path=str(corpus), seq_length=SEQ)
-    return opened(data, num_rows, **{"eval_interval": 1, **flags})
+    return opened(data, num_sequences, **{"eval_interval": 1, **flags})
 
 
 def opened(
-    data: DataConfig, num_rows: int, vocab_size: int = 512, **flags: Any
+    data: DataConfig, num_sequences: int, vocab_size: int = 512, **flags: Any
 ) -> tuple[HeldOut, ...]:
-    """At most `num_rows` sequences of each source that the flags evaluate."""
-    section = EvalConfig(eval_steps=num_rows, **flags)
+    """At most `num_sequences` sequences of each source that the flags evaluate."""
+    section = EvalConfig(eval_steps=num_sequences, **flags)
     trained = None if data.use_dummy_dataset else open_corpus(data)
     return open_held_out(section, scan_held_out(section, data, trained, vocab_size=vocab_size), 1)
 
@@ -165,8 +165,8 @@ def test_losses_equal_a_slow_reference(corpus: Path, whole: Path) -> None:
     model, _ = fms_fsdp.load_model(str(whole), step=4)
     recorded, sums = evaluations(whole)[4], dict[str, list[float]]()
     for source in held_out(corpus):
-        for row in range(source.num_rows):
-            batch = source.rows(row, row + 1)
+        for row in range(source.num_sequences):
+            batch = source.sequences(row, row + 1)
             kept = batch.labels_BS[batch.labels_BS != -100]
             with torch.no_grad():
                 logits = model(batch.tokens_BS).double().flatten(0, 1)
@@ -223,8 +223,8 @@ def test_stop_abandons_validations_under_way(tmp_path: Path) -> None:
 class Masked(HeldOut):
     """A source whose documents are prompts alone."""
 
-    def rows(self, start: int, stop: int) -> Batch:
-        return self.no_rows(stop - start)
+    def sequences(self, start: int, stop: int) -> Batch:
+        return self.no_sequences(stop - start)
 
 
 def test_source_without_labels_has_no_loss(
@@ -270,7 +270,9 @@ def test_sharded_validation_equals_one_process(corpus: Path, whole: Path, tmp_pa
 @pytest.mark.slow
 def test_uneven_validation_equals_one_process(corpus: Path, tmp_path: Path) -> None:
     """Neither groups nor ranks divide the sequences: masked ones fill groups and whole ranks."""
-    assert any(source.num_rows % 8 not in (0, 7) for source in held_out(corpus, num_rows=800))
+    assert any(
+        source.num_sequences % 8 not in (0, 7) for source in held_out(corpus, num_sequences=800)
+    )
     argv = (*flags(corpus, batch=8), "--eval_interval=2", "--eval_at_start=True")
     argv = (*argv, "--eval_steps=100", "--num_steps=2", "--batch_size=2")
     shards = ("--sharding_strategy=hsdp", "--hsdp_shard_size=2")
@@ -337,24 +339,26 @@ def test_offline_bad_input_is_one_line(
 
 
 def test_sequences_do_not_depend_on_grouping(corpus: Path) -> None:
-    source = next(source for source in held_out(corpus, num_rows=10**6) if source.name == "docs")
-    num_rows = source.num_rows
-    assert num_rows == source.stream.corpus.sources[0].num_tokens // SEQ > 20
-    one_by_one = [source.rows(row, row + 1) for row in range(num_rows)]
-    together = source.rows(0, num_rows + 3)
+    source = next(
+        source for source in held_out(corpus, num_sequences=10**6) if source.name == "docs"
+    )
+    num_sequences = source.num_sequences
+    assert num_sequences == source.stream.corpus.sources[0].num_tokens // SEQ > 20
+    one_by_one = [source.sequences(row, row + 1) for row in range(num_sequences)]
+    together = source.sequences(0, num_sequences + 3)
     for column, parts in zip(together, zip(*one_by_one, strict=True), strict=True):
-        assert torch.equal(column[:num_rows], torch.cat(parts))
-    assert (together.labels_BS[num_rows:] == -100).all()
-    assert len({batch.tokens_BS.numpy().tobytes() for batch in one_by_one}) > 0.9 * num_rows
+        assert torch.equal(column[:num_sequences], torch.cat(parts))
+    assert (together.labels_BS[num_sequences:] == -100).all()
+    assert len({batch.tokens_BS.numpy().tobytes() for batch in one_by_one}) > 0.9 * num_sequences
 
 
 def test_sources_are_those_of_the_flags(corpus: Path, tmp_path: Path) -> None:
     """In order of their names, whatever the weights; a validation split is not required."""
     synthetic = DataConfig(use_dummy_dataset=True, seq_length=SEQ)
     first, second = opened(synthetic, 5, eval_interval=1, eval_test=True)
-    assert (first.group, first.name, first.num_rows) == ("eval", "synthetic", 5)
-    assert (second.group, second.name, second.num_rows) == ("test", "synthetic", 5)
-    assert not torch.equal(first.rows(0, 5).tokens_BS, second.rows(0, 5).tokens_BS)
+    assert (first.group, first.name, first.num_sequences) == ("eval", "synthetic", 5)
+    assert (second.group, second.name, second.num_sequences) == ("test", "synthetic", 5)
+    assert not torch.equal(first.sequences(0, 5).tokens_BS, second.sequences(0, 5).tokens_BS)
     assert held_out(corpus, eval_interval=0) == ()
     weighted = DataConfig(
         data_path=str(corpus), datasets=("docs", "code"), weights=(2, 1), seq_length=SEQ
@@ -427,8 +431,8 @@ def test_changed_batch_is_noted_for_validation(corpus: Path) -> None:
     cfg = parse_flags(TrainConfig, ["--eval_interval=1", "--eval_steps=3"])
     before = resolved(cfg, batch=BatchPlan(4, 1, 1))
     after = resolved(cfg, batch=BatchPlan(6, 1, 1))
-    assert changed_validation(before, before, held_out(corpus, num_rows=12)) == ""
-    assert changed_validation(after, before, held_out(corpus, num_rows=18)) == (
+    assert changed_validation(before, before, held_out(corpus, num_sequences=12)) == ""
+    assert changed_validation(after, before, held_out(corpus, num_sequences=18)) == (
         "validation reads code 18 sequences instead of 12, docs 18 sequences instead of 12, so its "
         "losses do not continue the earlier ones; --eval_steps=2 reads as many as before"
     )
@@ -437,8 +441,8 @@ def test_changed_batch_is_noted_for_validation(corpus: Path) -> None:
 def test_object_store_equals_a_folder(corpus: Path) -> None:
     data = DataConfig(data_path=f"file://{corpus}", seq_length=SEQ)
     remote = opened(data, 3, eval_interval=1)
-    for here, there in zip(held_out(corpus, num_rows=3), remote, strict=True):
-        assert torch.equal(here.rows(0, 3).labels_BS, there.rows(0, 3).labels_BS)
+    for here, there in zip(held_out(corpus, num_sequences=3), remote, strict=True):
+        assert torch.equal(here.sequences(0, 3).labels_BS, there.sequences(0, 3).labels_BS)
         assert there.token_bytes is not None and there.token_bytes.tolist() == [1] * 256 + [0] * 256
 
 

@@ -49,9 +49,7 @@ def test_forbidden_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (package / "optim/new.py").write_text("from fms_fsdp.parallel import fsdp\n")
     (package / "strange.py").touch()
     (package / "train.py").write_text("import fms_fsdp.tools.report_command\n")
-    (package / "distributed/mesh.py").write_text(
-        "from fms_fsdp.tools import inspect_command\n"
-    )
+    (package / "distributed/mesh.py").write_text("from fms_fsdp.tools import inspect_command\n")
     late = "def late() -> None:\n    from fms_fsdp.hf import weights\n"
     (package / "data/order.py").write_text("from fms_fsdp.hf import weights\n")
     (package / "distributed/late.py").write_text(late)

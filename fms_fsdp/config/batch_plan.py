@@ -1,11 +1,11 @@
 """The batch: global batch = batch_size x data-parallel size x grad_accum_steps sequences.
 
 With a ramp this is the batch at its end; before it
-    batch = start + increment * floor(samples_seen * n / samples)    n = (end - start) / increment
+    batch = start + increment * floor(sequences_seen * n / num_sequences)    n = (end - start) / increment
 rounded down to --rampup_round. Source: Megatron-LM's --rampup-batch-size.
 
 Example: --rampup_batch_size=8,8,100 --global_batch_size=32, so n = 3
-    samples seen    0-33   34-66   67-99   from 100
+    sequences seen  0-33   34-66   67-99   from 100
     batch              8      16      24         32
 """
 
@@ -27,10 +27,10 @@ MAX_INCREMENTS = 10_000
 
 
 class Phase(NamedTuple):
-    """Steps with one batch size; `step` steps and `sample` sequences come before them."""
+    """Steps with one batch size; `step` steps and `sequence` sequences come before them."""
 
     step: int
-    sample: int
+    sequence: int
     batch: int
 
 
@@ -39,7 +39,7 @@ class Ramp(NamedTuple):
 
     start: int  # sequences in the first batch
     increment: int
-    samples: int  # sequences after which the global batch is reached
+    num_sequences: int  # after which the global batch is reached
     multiple: int = 1  # each batch is rounded down to a multiple of this
 
     def round_down(self, batch: int) -> int:
@@ -51,7 +51,7 @@ class Ramp(NamedTuple):
 class BatchPlan:
     """The batch of each step.
 
-    `rampup`: start, increment, samples and, unless it is 1, multiple; () without a ramp.
+    `rampup`: start, increment, number of sequences and, unless it is 1, multiple; () without a ramp.
     """
 
     batch_size: int  # sequences per micro-batch and rank
@@ -80,12 +80,12 @@ class BatchPlan:
     def increments(self) -> int:
         return (self.global_batch_size - self.ramp.start) // self.ramp.increment
 
-    def batch_at(self, samples_seen: int) -> int:
-        """Returns the global batch size of the step after `samples_seen` sequences."""
-        if not self.rampup or samples_seen >= self.ramp.samples:
+    def batch_at(self, sequences_seen: int) -> int:
+        """Returns the global batch size of the step after `sequences_seen` sequences."""
+        if not self.rampup or sequences_seen >= self.ramp.num_sequences:
             return self.global_batch_size
         ramp = self.ramp
-        increments_so_far = samples_seen * self.increments // ramp.samples
+        increments_so_far = sequences_seen * self.increments // ramp.num_sequences
         return ramp.round_down(ramp.start + increments_so_far * ramp.increment)
 
     def micro_batch_at(self, local_batch: int) -> int:
@@ -108,50 +108,50 @@ class BatchPlan:
             unit = common // self.dp_size
         return divisors(max(unit, 1), most)
 
-    def phases(self, samples_seen: int = 0) -> tuple[Phase, ...]:
-        """Returns the phases of the steps after `samples_seen`, counted from there."""
-        return _phases(self, samples_seen)
+    def phases(self, sequences_seen: int = 0) -> tuple[Phase, ...]:
+        """Returns the phases of the steps after `sequences_seen`, counted from there."""
+        return _phases(self, sequences_seen)
 
-    def samples_in(self, steps: int, samples_seen: int = 0) -> int:
+    def sequences_in(self, steps: int, sequences_seen: int = 0) -> int:
         """Returns the sequences of the next `steps` steps."""
-        phases = self.phases(samples_seen)
+        phases = self.phases(sequences_seen)
         index = bisect_right(phases, steps, key=lambda phase: phase.step) - 1
         phase = phases[index]  # the last one that begins within these steps
-        return phase.sample + (steps - phase.step) * phase.batch
+        return phase.sequence + (steps - phase.step) * phase.batch
 
-    def steps_for(self, samples: int, samples_seen: int = 0) -> int:
-        """Returns the minimum number of next steps with at least `samples` sequences."""
-        phases = self.phases(samples_seen)
-        index = bisect_left(phases, samples, key=lambda phase: phase.sample) - 1
+    def steps_for(self, num_sequences: int, sequences_seen: int = 0) -> int:
+        """Returns the minimum number of next steps with at least `num_sequences` sequences."""
+        phases = self.phases(sequences_seen)
+        index = bisect_left(phases, num_sequences, key=lambda phase: phase.sequence) - 1
         phase = phases[max(0, index)]  # the one in which the last of these sequences is read
-        steps = ceil_div(samples - phase.sample, phase.batch)
+        steps = ceil_div(num_sequences - phase.sequence, phase.batch)
         return phase.step + max(0, steps)
 
 
 @lru_cache(maxsize=16)  # a ramp may have 10,000 phases, and every step asks for its batch
-def _phases(plan: BatchPlan, samples_seen: int) -> tuple[Phase, ...]:
-    phases = [Phase(step=0, sample=0, batch=plan.batch_at(samples_seen))]
+def _phases(plan: BatchPlan, sequences_seen: int) -> tuple[Phase, ...]:
+    phases = [Phase(step=0, sequence=0, batch=plan.batch_at(sequences_seen))]
     while phases[-1].batch != plan.global_batch_size:
         last = phases[-1]
-        seen = samples_seen + last.sample
+        seen = sequences_seen + last.sequence
         # No batch changes within a step: the step that crosses the change is still of this phase.
         steps = ceil_div(_next_change(plan, seen) - seen, last.batch)
-        sample = last.sample + steps * last.batch
-        phases.append(Phase(last.step + steps, sample, plan.batch_at(samples_seen + sample)))
+        sequence = last.sequence + steps * last.batch
+        phases.append(Phase(last.step + steps, sequence, plan.batch_at(sequences_seen + sequence)))
     return tuple(phases)
 
 
 def _next_change(plan: BatchPlan, seen: int) -> int:
-    """Returns the first number of samples above `seen` at which the batch of a ramp changes."""
-    samples = plan.ramp.samples
+    """Returns the first number of sequences above `seen` at which the batch of a ramp changes."""
+    num_sequences = plan.ramp.num_sequences
     n = plan.increments
     batch = plan.batch_at(seen)
-    increments_so_far = seen * n // samples
+    increments_so_far = seen * n // num_sequences
     for i in range(increments_so_far + 1, n):
-        at = ceil_div(i * samples, n)
+        at = ceil_div(i * num_sequences, n)
         if plan.batch_at(at) != batch:  # rounding hides some increments
             return at
-    return samples
+    return num_sequences
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -169,12 +169,12 @@ def last_step(
     batch: BatchPlan,
     seq_length: int,
     step: int = 0,
-    samples_seen: int = 0,
+    sequences_seen: int = 0,
     tokens_seen: int = 0,
 ) -> int:
     """Returns the last step of a run by its length in steps, tokens or samples.
 
-    `step`, `samples_seen`, `tokens_seen`: the progress so far.
+    `step`, `sequences_seen`, `tokens_seen`: the progress so far.
     """
     if cfg.num_tokens is not None:
         tokens = cfg.num_tokens
@@ -184,8 +184,8 @@ def last_step(
         return cfg.num_steps
     else:
         return DEFAULT_NUM_STEPS
-    samples_left = ceil_div(tokens - tokens_seen, seq_length)
-    return max(step + batch.steps_for(samples_left, samples_seen), 1)
+    sequences_left = ceil_div(tokens - tokens_seen, seq_length)
+    return max(step + batch.steps_for(sequences_left, sequences_seen), 1)
 
 
 def global_batch(cfg: TrainingConfig, dp_size: int) -> int:
@@ -276,7 +276,7 @@ def check_ramp(plan: BatchPlan, *, keeps_steps: bool = False) -> None:
     """
     ramp = plan.ramp
     end = plan.global_batch_size
-    quoted = f"--rampup_batch_size={ramp.start},{ramp.increment},{ramp.samples}"
+    quoted = f"--rampup_batch_size={ramp.start},{ramp.increment},{ramp.num_sequences}"
     if ramp.start >= end:
         raise UserError(
             f"{quoted} must start below --global_batch_size={end}; lower the start, or set a larger "

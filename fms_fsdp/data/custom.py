@@ -34,10 +34,10 @@ class CustomStream:
             return getattr(self._own, name, ANSWERED[name])
         return getattr(self._own, name)
 
-    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+    def begin_after(self, step: int, sequences_seen: int = 0) -> None:
         """Without a method of the user, the stream begins with its first batch, whatever the step.
 
-        `samples_seen` is for a batch ramp, which such a stream does not have.
+        `sequences_seen` is for a batch ramp, which such a stream does not have.
         """
         if hasattr(self._own, "begin_after"):
             self._own.begin_after(step)

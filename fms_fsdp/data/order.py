@@ -204,7 +204,7 @@ class Phase:
 
     def sequences_before(self, step: int) -> int:
         """Returns the sequences of the phase's steps before `step`."""
-        return self._plan.samples_in(step - 1 - self.after, self.seen)
+        return self._plan.sequences_in(step - 1 - self.after, self.seen)
 
     def batch_at(self, step: int) -> int:
         return self.sequences_before(step + 1) - self.sequences_before(step)

@@ -55,7 +55,7 @@ class Stream(Protocol):
     @property
     def num_masked_rows(self) -> int:
         """Returns how many sequences of this rank were unreadable and masked in this launch, up to
-        the last consumed step."""
+        the last consumed step. The name is that of users' streams."""
 
     def next_batch(self) -> Batch:
         """Returns the sequences of the next step and counts the step as consumed.
@@ -88,9 +88,9 @@ class Stream(Protocol):
             UserError: the state is of other data.
         """
 
-    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+    def begin_after(self, step: int, sequences_seen: int = 0) -> None:
         """Makes step + 1 the first step of the data, none of which has been seen. A batch ramp
-        continues after the `samples_seen` sequences of the steps before."""
+        continues after the `sequences_seen` sequences of the steps before."""
 
     def close(self) -> None:
         """Ends threads and closes files."""
@@ -100,7 +100,7 @@ class Stream(Protocol):
 class TokenStream:
     """This rank's sequences of a corpus, as a `Stream`.
 
-    rampup      start, increment, samples and multiple of a ramp to the global batch
+    rampup      start, increment, number of sequences and multiple of a ramp to the global batch
     step        the last consumed step, 0 at first
     last_step   the last step that --max_epochs allows, None without an end
     """
@@ -165,10 +165,10 @@ class TokenStream:
                 source, corpus.storage, self._shards, corpus.sep_token, self.vocab_size, *masks
             )
 
-    def begin_after(self, step: int, samples_seen: int = 0) -> None:
+    def begin_after(self, step: int, sequences_seen: int = 0) -> None:
         """Makes step + 1 the first step of the data, none of which has been seen. A batch ramp
-        continues after the `samples_seen` sequences of the steps before."""
-        first = replace(self._wanted, after=step, seen=samples_seen)
+        continues after the `sequences_seen` sequences of the steps before."""
+        first = replace(self._wanted, after=step, seen=sequences_seen)
         self._continue(History([first]), {}, step)
 
     def next_batch(self) -> Batch:

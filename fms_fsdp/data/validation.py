@@ -34,7 +34,7 @@ from fms_fsdp.tokenizers.tokenizer import (
     counts_bytes,
 )
 
-# of the order; not the run's, so that runs of different seeds are evaluated on the same rows
+# of the order; not the run's, so that runs of different seeds are evaluated on the same sequences
 SEED = 0x6576616C
 
 LOGICAL_SHARDS = 1024  # of the order, too: --logical_shards is for training
@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """`num_rows` rows of one source; `group` is "eval" or "test"; `token_bytes[id]` is the number of bytes
+    """`num_sequences` sequences of one source; `group` is "eval" or "test"; `token_bytes[id]` is the number of bytes
     that a token stands for, None if not known."""
 
     group: str
     name: str
-    num_rows: int
+    num_sequences: int
     stream: TokenStream
     token_bytes: I64 | None
 
@@ -59,17 +59,18 @@ class HeldOut:
         (source,) = self.stream.corpus.sources
         return source.num_tokens // self.stream.section.seq_length
 
-    def rows(self, start: int, stop: int) -> Batch:
-        """Returns the rows [start, stop); rows past the end are masked."""
+    def sequences(self, start: int, stop: int) -> Batch:
+        """Returns the sequences [start, stop); those past the end are masked."""
         parts = [
-            self.stream.batch_at(min(row, self.num_rows - 1) + 1) for row in range(start, stop)
+            self.stream.batch_at(min(number, self.num_sequences - 1) + 1)
+            for number in range(start, stop)
         ]
         batch = Batch(*(torch.cat(column) for column in zip(*parts, strict=True)))
-        batch.labels_BS[max(0, self.num_rows - start) :] = IGNORED_LABEL
+        batch.labels_BS[max(0, self.num_sequences - start) :] = IGNORED_LABEL
         return batch
 
-    def no_rows(self, count: int) -> Batch:
-        """Returns rows without labels, in place of rows that cannot be read."""
+    def no_sequences(self, count: int) -> Batch:
+        """Returns sequences without labels, in place of some that cannot be read."""
         batch = empty_batch(count, self.stream.section.seq_length)
         for column in batch:
             column.zero_()
@@ -123,10 +124,10 @@ def scan_held_out(
 def open_held_out(
     section: EvalConfig, scanned: Iterable[HeldOutListing], global_batch_size: int
 ) -> tuple[HeldOut, ...]:
-    """Returns the sources that `scan_held_out` has found, with as many rows as the flags ask for."""
+    """Returns the sources that `scan_held_out` has found, with as many sequences as the flags ask for."""
     steps = {"eval": section.eval_steps, "test": section.test_steps or section.eval_steps}
-    rows = {group: count * global_batch_size for group, count in steps.items()}
-    return tuple(source for each in scanned for source in _open(each, rows[each.group]))
+    sizes = {group: count * global_batch_size for group, count in steps.items()}
+    return tuple(source for each in scanned for source in _open(each, sizes[each.group]))
 
 
 def close_held_out(sources: Iterable[HeldOut]) -> None:
@@ -277,20 +278,20 @@ def _about_short_source(group: str, flag: str, problem: str) -> str:
     return f"{flag}: validation {problem}; name longer sources in --eval_datasets, or lower --seq_length"
 
 
-def _open(scanned: HeldOutListing, max_rows: int) -> Iterator[HeldOut]:
+def _open(scanned: HeldOutListing, max_sequences: int) -> Iterator[HeldOut]:
     if scanned.corpus is None:
         stream = _stream(scanned.data, None, SEED + (scanned.group == "test"), scanned.vocab_size)
-        yield HeldOut(scanned.group, "synthetic", max_rows, stream, None)
+        yield HeldOut(scanned.group, "synthetic", max_sequences, stream, None)
         return
     for source in scanned.corpus.sources:
-        num_rows = min(max_rows, source.num_tokens // scanned.data.seq_length)
+        num_sequences = min(max_sequences, source.num_tokens // scanned.data.seq_length)
         corpus = replace(scanned.corpus, sources=(source,))
         stream = _stream(scanned.data, corpus, SEED, scanned.vocab_size)
-        yield HeldOut(scanned.group, source.name, num_rows, stream, scanned.token_bytes)
+        yield HeldOut(scanned.group, source.name, num_sequences, stream, scanned.token_bytes)
 
 
 def _stream(data: DataConfig, corpus: Corpus | None, seed: int, vocab_size: int) -> TokenStream:
-    """Returns a stream whose step i + 1 is row i."""
+    """Returns a stream whose step i + 1 is sequence i."""
     return build_stream(
         data, corpus, seed=seed, vocab_size=vocab_size, global_batch_size=1, dp_rank=0, dp_size=1
     )

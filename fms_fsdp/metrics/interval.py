@@ -124,7 +124,7 @@ def global_fingerprint(batch: Batch, mesh: Mesh) -> str:
 
     `batch` holds this rank's sequences.
     """
-    local = fingerprint(batch, first_row=mesh.axis_rank("dp") * len(batch.tokens_BS)) % 2**64
+    local = fingerprint(batch, first_sequence=mesh.axis_rank("dp") * len(batch.tokens_BS)) % 2**64
     # the sum over ranks wraps around in int64 as it does in uint64
     as_int64 = torch.from_numpy(np.array([local], dtype=np.uint64).view(np.int64))
     return f"{int(mesh.sum(as_int64, 'dp').item()) % 2**64:016x}"

@@ -189,7 +189,12 @@ TRACKERS: dict[str, Callable[[TrainConfig, Mapping[str, int]], Tracker]] = {
 def open_trackers(cfg: TrainConfig, start: TrainState) -> list[BackgroundTracker]:
     """Starts the trackers of --trackers. `start` is the state at the start of this launch."""
     # Read here: the thread creates a tracker while the state advances.
-    counters = {name: getattr(start, name) for name in ("step", "samples_seen", "tokens_seen")}
+    # "samples_seen" is the name in the records: dashboards of users read it.
+    counters = {
+        "step": start.step,
+        "samples_seen": start.sequences_seen,
+        "tokens_seen": start.tokens_seen,
+    }
     return [
         BackgroundTracker(name, partial(TRACKERS[name], cfg, counters), cfg.log.tracker_metrics)
         for name in cfg.log.trackers

@@ -60,7 +60,7 @@ def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
     local = local_shard(parameter).detach()  # no_grad does not reach the pool's threads
     rows, columns = shard_slices(parameter)
     num_columns = parameter.shape[1]
-    first_row = rows.start
+    first_sequence = rows.start
 
     def fill(block: int) -> None:
         digest = hashlib.blake2b(f"{key}:{block}".encode(), digest_size=8).digest()
@@ -70,10 +70,17 @@ def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
             min(_BLOCK_ROWS, parameter.shape[0] - start), num_columns, device="cpu"
         )
         values.normal_(0.0, std, generator=generator)
-        low, high = max(first_row, start), min(first_row + len(local), start + len(values))
-        local[low - first_row : high - first_row].copy_(values[low - start : high - start, columns])
+        low, high = (
+            max(first_sequence, start),
+            min(first_sequence + len(local), start + len(values)),
+        )
+        local[low - first_sequence : high - first_sequence].copy_(
+            values[low - start : high - start, columns]
+        )
 
     if local.numel():
-        blocks = range(first_row // _BLOCK_ROWS, -(-(first_row + len(local)) // _BLOCK_ROWS))
+        blocks = range(
+            first_sequence // _BLOCK_ROWS, -(-(first_sequence + len(local)) // _BLOCK_ROWS)
+        )
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, blocks))

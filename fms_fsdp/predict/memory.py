@@ -39,7 +39,7 @@ class Step:
     """
 
     setup: ModelSetup
-    rows: int
+    num_sequences: int
     accum: int
     optimizer_bytes: float = 8.0
 
@@ -67,16 +67,16 @@ class Step:
     def micro_batch(self) -> int:
         """The sequences that pass through a rank at a time."""
         setup = self.setup
-        return setup.section.pp_micro_batch_size if setup.dims.pp > 1 else self.rows
+        return setup.section.pp_micro_batch_size if setup.dims.pp > 1 else self.num_sequences
 
     @property
     def num_micro_batches(self) -> int:
-        return self.accum * self.rows // self.micro_batch
+        return self.accum * self.num_sequences // self.micro_batch
 
     @property
     def tokens(self) -> int:
         """The tokens of a step on all devices."""
-        return self.rows * self.accum * self.setup.dims.size("dp") * self.setup.seq_length
+        return self.num_sequences * self.accum * self.setup.dims.size("dp") * self.setup.seq_length
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
@@ -234,7 +234,7 @@ def _minimum(step: Step, stage: int) -> Memory:
         group = sizes["block"] * min(setup.section.blocks_per_group, config.num_layers)
         gathered = compute * (tied + max(group, sizes["embed"] - tied, sizes["head"]))
 
-    columns = 32 * accum * step.rows * setup.seq_length  # four of int64 for each token
+    columns = 32 * accum * step.num_sequences * setup.seq_length  # four of int64 for each token
     rope = 8 * config.rotary_dim * config.max_seq_len
     tokens = step.micro_batch * setup.seq_length // dims.cp
     if dims.sequence_parallel:
@@ -262,7 +262,7 @@ def _expected(step: Step, stage: int) -> Memory:
     recomputed = cost(setup, "recomputed", micro) if held.recomputed else block
     num_segments = -(-held.recomputed // segment)
     kept = held.plain * block.kept + num_segments * recomputed.kept
-    kept *= _in_flight(setup, stage, step.rows // micro)
+    kept *= _in_flight(setup, stage, step.num_sequences // micro)
     working = max(0, recomputed.peak - recomputed.kept)
     if held.plain:
         working = max(working, block.peak - block.kept)

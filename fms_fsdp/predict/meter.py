@@ -461,8 +461,8 @@ def _units(setup: ModelSetup) -> dict[str, int]:
 
 
 @cache
-def cost(setup: ModelSetup, part: str, rows: int) -> Cost:
-    """Returns the cost of "embed", "block", "recomputed" or "head" for `rows` sequences of a rank.
+def cost(setup: ModelSetup, part: str, num_sequences: int) -> Cost:
+    """Returns the cost of "embed", "block", "recomputed" or "head" for `num_sequences` sequences of a rank.
 
     Blocks are linear in the number of sequences, so larger numbers follow from one and two. The
     head computes the loss in chunks, so it is linear only if a sequence has many of them, as on a
@@ -473,26 +473,26 @@ def cost(setup: ModelSetup, part: str, rows: int) -> Cost:
     if part == "head" and setup.device_type == "cpu":
         logits = 4 * setup.seq_length * setup.config.vocab_size  # bytes of a sequence's, in fp32
         is_linear = logits > _CHUNKED_LOGITS
-    if rows <= 2 or not is_linear:
-        return _measured(setup, part, rows)
+    if num_sequences <= 2 or not is_linear:
+        return _measured(setup, part, num_sequences)
     one = _measured(setup, part, 1)
     per_sequence = _measured(setup, part, 2).plus(one, -1)
-    return one.plus(per_sequence, rows - 1)
+    return one.plus(per_sequence, num_sequences - 1)
 
 
 @cache
-def _measured(setup: ModelSetup, part: str, rows: int) -> Cost:
+def _measured(setup: ModelSetup, part: str, num_sequences: int) -> Cost:
     for name in ("tp", "cp"):  # before the mode is active, in which a mesh cannot read its ranks
         _axis(name, setup.dims.size(name))
     if setup.device_type == "cpu":
         with FakeTensorMode(), torch.device("cpu"):
-            return _measure(setup, part, rows)
+            return _measure(setup, part, num_sequences)
     # FakeTensorMode with a device "cuda" aborts the process if torch is built without CUDA.
     with torch.device("meta"):
-        return _measure(setup, part, rows)
+        return _measure(setup, part, num_sequences)
 
 
-def _measure(setup: ModelSetup, part: str, rows: int) -> Cost:
+def _measure(setup: ModelSetup, part: str, num_sequences: int) -> Cost:
     model: Any = _build(setup)
     config = setup.config
     dims = setup.dims
@@ -503,9 +503,9 @@ def _measure(setup: ModelSetup, part: str, rows: int) -> Cost:
     own_length = length  # of the hidden states, which sequence parallelism shards
     if dims.sequence_parallel:
         own_length = length // dims.tp
-    shape = (rows, own_length, config.hidden_size)
+    shape = (num_sequences, own_length, config.hidden_size)
     x = torch.empty(shape, dtype=DTYPES[setup.precision.compute], requires_grad=True)
-    labels = torch.empty(rows, length, dtype=torch.int64)
+    labels = torch.empty(num_sequences, length, dtype=torch.int64)
     rope = torch.empty((length, *model.rope.shape[1:]))
     mask: Any = None  # on a GPU it is part of the kernel
     if setup.device_type == "cpu" or config.pos_emb in ("alibi", "relative"):

@@ -58,18 +58,18 @@ _DTYPES = {
 }
 
 
-def rank_cost(setup: ModelSetup, stage: int, rows: int) -> Cost:
+def rank_cost(setup: ModelSetup, stage: int, num_sequences: int) -> Cost:
     """Returns the cost of a micro-batch on the rank at this stage of the pipeline."""
     held = held_by(setup, stage)
     total = Cost()
     if held.embed:
-        total = total.plus(cost(setup, "embed", rows))
+        total = total.plus(cost(setup, "embed", num_sequences))
     if held.plain:
-        total = total.plus(cost(setup, "block", rows), held.plain)
+        total = total.plus(cost(setup, "block", num_sequences), held.plain)
     if held.recomputed:
-        total = total.plus(cost(setup, "recomputed", rows), held.recomputed)
+        total = total.plus(cost(setup, "recomputed", num_sequences), held.recomputed)
     if held.head:
-        total = total.plus(cost(setup, "head", rows))
+        total = total.plus(cost(setup, "head", num_sequences))
     return total
 
 
@@ -219,7 +219,9 @@ def sent_by(step: Step, stage: int, computed: Cost) -> Counter[str]:
         last = dims.pp * dims.virtual_stages - 1
         forward = [each for each in held.stages if each < last and each + 1 not in held.stages]
         backward = [each for each in held.stages if each > 0 and each - 1 not in held.stages]
-        hidden = step.accum * step.rows * setup.seq_length // dims.cp * setup.config.hidden_size
+        hidden = (
+            step.accum * step.num_sequences * setup.seq_length // dims.cp * setup.config.hidden_size
+        )
         if dims.sequence_parallel:
             hidden //= dims.tp
         total["pp"] = compute * hidden * (len(forward) + len(backward))

@@ -135,7 +135,7 @@ class CheckpointManager:
         metadata = TrainMetadata(
             state.step,
             tokens_seen=state.tokens_seen,
-            rows_seen=state.samples_seen,
+            rows_seen=state.sequences_seen,
             validation_loss=state.val_loss,
             metrics=dict(state.current.metrics),
             # A user's stream may return a dictionary that it changes while the thread writes.

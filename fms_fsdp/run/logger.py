@@ -129,7 +129,7 @@ class MetricLogger:
         elif self._advises_on_memory:  # the first step also tries kernels
             self._advises_on_memory = False
             batch = self._run.batch
-            micro_batch = batch.micro_batch_at(state.current.samples // batch.dp_size)
+            micro_batch = batch.micro_batch_at(state.current.sequences // batch.dp_size)
             peak_gib = record["peak_mem_gib"]
             advice = advice_on_memory(self._run, micro_batch, peak_gib, self._memory_bytes)
             if advice:
@@ -191,17 +191,17 @@ class MetricLogger:
         rate = 1000 * (tokens - last_tokens) / (steps - last_steps) / times["step_time_ms"]
         device_rate = rate / self._mesh.size("world")
         between_ms = times["eval_ms"] + times["checkpoint_ms"] + times["logging_ms"]
-        pace = (times["step_time_ms"] + between_ms) / 1000 / state.current.samples
+        pace = (times["step_time_ms"] + between_ms) / 1000 / state.current.sequences
         if steps > 1:  # the first step compiles and warms up
             self._paces.append(pace)
-        eta_s = (state.samples_at_end - state.samples_seen) * statistics.fmean(
+        eta_s = (state.sequences_at_end - state.sequences_seen) * statistics.fmean(
             self._paces or [pace]
         )
         peak_lr = run.config.optim.learning_rate
         record: Record = {
             **values,
             "lr": run.schedule(state.step, state.tokens_seen, peak_lr),
-            "batch_rows": state.current.samples,
+            "batch_rows": state.current.sequences,
             "batch_tokens": state.current.tokens,
             "tokens_per_sec_per_device": device_rate,
             "tokens_per_sec": rate,
@@ -248,7 +248,7 @@ class MetricLogger:
             "attempt": self._attempt,
             "step": state.step,
             "tokens_seen": state.tokens_seen,
-            "samples_seen": state.samples_seen,
+            "samples_seen": state.sequences_seen,
             "time": round(time.time(), 3),
             **values,
         }

@@ -171,7 +171,7 @@ def initial_state(
 ) -> TrainState:
     """Returns the state before the first step; fp16 resumes with the checkpoint's loss scale."""
     start = resume.start
-    left = run.batch.samples_in(run.num_steps - start.step, start.rows_seen)
+    left = run.batch.sequences_in(run.num_steps - start.step, start.rows_seen)
     state = TrainState(
         model,
         optimizers,
@@ -180,7 +180,7 @@ def initial_state(
         start.step,
         start.rows_seen,
         start.tokens_seen,
-        samples_at_end=start.rows_seen + left,
+        sequences_at_end=start.rows_seen + left,
         non_finite_steps=start.non_finite_steps,
         evaluation_pending=start.evaluation_pending,
     )

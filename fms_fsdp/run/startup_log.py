@@ -49,7 +49,7 @@ def describe(
     tokens = batch.global_batch_size * run.seq_length
     ramp = ""
     if batch.rampup:
-        ramp = f", from {batch.batch_at(0)} sequences over {batch.rampup[2]:,} samples"
+        ramp = f", from {batch.batch_at(0)} over the first {batch.rampup[2]:,} sequences"
     lines = [
         describe_model(run, budget.machine),
         describe_devices(run, budget.machine.device_name),
@@ -72,7 +72,7 @@ def describe(
         sources = []
         for each in held_out:
             name = cut(f"{each.group}/{each.name}", _NAME_WIDTH)
-            sources.append(f"{name} {each.num_rows:,} sequences")
+            sources.append(f"{name} {each.num_sequences:,} sequences")
         lines.append(f"validation: {', '.join(sources)}")
     lines.append(describe_saves(run, start.step))
     facts = [fit(line) for line in lines if line]
@@ -246,14 +246,14 @@ def axes_across_nodes(dims: ParallelDims, local_world_size: int) -> str:
     )
 
 
-def describe_ramp(batch: BatchPlan, start: int = 0, samples_seen: int = 0) -> str:
+def describe_ramp(batch: BatchPlan, start: int = 0, sequences_seen: int = 0) -> str:
     """Returns the batches of the steps after `start`, a line each: for how many steps, to where."""
-    lines = [f"batch ramp from step {start + 1}, {samples_seen:,} samples seen:"]
-    phases = batch.phases(samples_seen)
+    lines = [f"batch ramp from step {start + 1}, {sequences_seen:,} sequences seen:"]
+    phases = batch.phases(sequences_seen)
     for phase, following in pairwise(phases):
         lines.append(
             f"  {phase.batch:,} sequences for {counted(following.step - phase.step, 'step')}, to step "
-            f"{start + following.step:,} and {samples_seen + following.sample:,} samples"
+            f"{start + following.step:,} and {sequences_seen + following.sequence:,} sequences"
         )
     return "\n".join([*lines, f"  {phases[-1].batch:,} sequences from there"])
 
@@ -374,18 +374,20 @@ def changed_validation(run: RunConfig, saved: RunConfig, held_out: Sequence[Held
     """
     if not saved.config.eval.is_on:
         return ""
-    rows_before = saved.config.eval.eval_steps * saved.batch.global_batch_size
+    sequences_before = saved.config.eval.eval_steps * saved.batch.global_batch_size
     changes = []
     for source in held_out:
         if source.group != "eval":  # a test is made once
             continue
-        before = min(rows_before, source.num_available)
-        if before != source.num_rows:
-            changes.append(f"{source.name} {source.num_rows:,} sequences instead of {before:,}")
+        before = min(sequences_before, source.num_available)
+        if before != source.num_sequences:
+            changes.append(
+                f"{source.name} {source.num_sequences:,} sequences instead of {before:,}"
+            )
     if not changes:
         return ""
     text = f"validation reads {', '.join(changes)}, so its losses do not continue the earlier ones"
-    steps, remainder = divmod(rows_before, run.batch.global_batch_size)
+    steps, remainder = divmod(sequences_before, run.batch.global_batch_size)
     if remainder:  # no number of batches reads as many
         return text
     return f"{text}; --eval_steps={steps} reads as many as before"
@@ -407,7 +409,7 @@ def describe_learning_rate(run: RunConfig, start: TrainMetadata) -> str:
 
 
 def describe_schedule(run: RunConfig, start: TrainMetadata) -> str:
-    """Returns the milestones of the learning rate in steps, samples and tokens."""
+    """Returns the milestones of the learning rate in steps, sequences and tokens."""
     milestones = run.milestones
 
     def shown(position: int) -> str:
@@ -416,7 +418,7 @@ def describe_schedule(run: RunConfig, start: TrainMetadata) -> str:
             step = start.step_at(tokens, run.batch, run.seq_length)
         else:
             tokens = start.tokens_at(step, run.batch, run.seq_length)
-        return f"step {step:,} ({tokens // run.seq_length:,} samples, {tokens:,} tokens)"
+        return f"step {step:,} ({tokens // run.seq_length:,} sequences, {tokens:,} tokens)"
 
     parts = {
         "warmup to": milestones.warmup,

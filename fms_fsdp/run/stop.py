@@ -196,12 +196,12 @@ class StopControl:
         late = self._pending
         self._pending = requests
         known = late if requests.is_late else requests
-        samples, tokens = state.seen_in_launch
+        sequences, tokens = state.seen_in_launch
         limits = {
             "exit_interval": state.steps_in_launch,
             "exit_step": state.step,
             "exit_tokens": tokens,
-            "exit_samples": samples,
+            "exit_samples": sequences,
         }
         for name, reached in limits.items():
             limit = getattr(self.cfg, name)

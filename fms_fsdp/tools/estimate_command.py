@@ -169,7 +169,7 @@ class Estimate:
         batch = self.run.batch
         per_rank = global_batch_size // batch.dp_size
         micro = batch.micro_batch_at(per_rank)
-        step = replace(self.step, rows=micro, accum=per_rank // micro)
+        step = replace(self.step, num_sequences=micro, accum=per_rank // micro)
         return sum(step_time(step, self.device, self.config.devices_per_node).values())
 
     @property

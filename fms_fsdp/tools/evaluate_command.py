@@ -193,9 +193,9 @@ def evaluate_held_out(
     close_held_out(sources)
     del model, mesh
     shut_down()
-    counts = {f"{source.group}/{source.name}": source.num_rows for source in sources}
+    counts = {f"{source.group}/{source.name}": source.num_sequences for source in sources}
     for source in sources:
-        counts[source.group] = counts.get(source.group, 0) + source.num_rows
+        counts[source.group] = counts.get(source.group, 0) + source.num_sequences
     rows = []
     for key in values:
         if not key.endswith("/loss"):

@@ -329,7 +329,7 @@ class EstimateConfig(TrainConfig, EstimateFlags):
         """The tokens of the run."""
         length = self.length
         if length.num_steps is not None:
-            return self.unit_tokens * self.batches.samples_in(length.num_steps)
+            return self.unit_tokens * self.batches.sequences_in(length.num_steps)
         if length.num_tokens is not None:
             return length.num_tokens
         assert length.num_samples is not None

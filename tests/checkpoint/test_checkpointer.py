@@ -107,7 +107,7 @@ def manager_of(
     run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint=section), saved_with=RECORD)
     stream = SimpleNamespace(state_dict=dict)
     seen: dict[str, Any] = dict(
-        tokens_seen=96, samples_seen=0, val_loss=None, current=CurrentStep(), loss_scale=None
+        tokens_seen=96, sequences_seen=0, val_loss=None, current=CurrentStep(), loss_scale=None
     )
     health = dict(non_finite_steps=0, last_finite_step=0, evaluation_pending=False)
     ends = dict(step=0, num_steps=100, stop_reason="", is_done=False)

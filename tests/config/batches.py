@@ -71,7 +71,7 @@ def answer(case: Case) -> list[Any] | None:
             plan.batch_size,
             plan.grad_accum_steps,
             [list(phase) for phase in plan.phases(case.samples_seen)],
-            plan.samples_in(case.num_steps, case.samples_seen),
+            plan.sequences_in(case.num_steps, case.samples_seen),
             plan.steps_for(case.num_steps * 3, case.samples_seen),
         ]
     except UserError:

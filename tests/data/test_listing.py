@@ -70,7 +70,7 @@ def test_held_out_rows_ignore_logical_shards(tmp_path: Path) -> None:
     for number in (1, 2, 1024):
         section = files.section(seq_length=8, logical_shards=number)
         (source,) = open_held_out(flags, scan_held_out(flags, section, None, vocab_size=VOCAB), 1)
-        rows.append(source.rows(0, 3).tokens_BS)
+        rows.append(source.sequences(0, 3).tokens_BS)
         source.stream.close()
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
 
@@ -90,7 +90,11 @@ def test_pickled_held_out_data_opens_no_file(tmp_path: Path, uri: bool) -> None:
     away.rename(root)
     assert len(opened) == 4
     for one, other in zip(expected, opened, strict=True):
-        assert (one.group, one.name, one.num_rows) == (other.group, other.name, other.num_rows)
-        assert torch.equal(one.rows(0, 3).tokens_BS, other.rows(0, 3).tokens_BS)
+        assert (one.group, one.name, one.num_sequences) == (
+            other.group,
+            other.name,
+            other.num_sequences,
+        )
+        assert torch.equal(one.sequences(0, 3).tokens_BS, other.sequences(0, 3).tokens_BS)
         one.stream.close()
         other.stream.close()

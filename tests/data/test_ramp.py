@@ -39,7 +39,7 @@ def test_ramp_of_tr1_13b_has_its_published_steps() -> None:
     steps = [after.step - before.step for before, after in pairwise(phases)]
     assert len(steps) == 63 and steps[:6] == [4961, 2480, 1654, 1240, 992, 827]
     assert phases[-1] == (23_456, 5_000_528, 1024)
-    assert batch.steps_for(216_320) == 8641 and batch.samples_in(2000) == 32_000
+    assert batch.steps_for(216_320) == 8641 and batch.sequences_in(2000) == 32_000
 
 
 def test_ramp_equals_counting_step_by_step() -> None:
@@ -52,7 +52,7 @@ def test_ramp_equals_counting_step_by_step() -> None:
         seen = first = draw.choice([0, draw.randint(0, 1000)])
         phases, ends = batch.phases(first), [0]
         for steps in range(300):
-            assert batch.samples_in(steps, first) == seen - first
+            assert batch.sequences_in(steps, first) == seen - first
             interval = min(count, seen * count // samples)
             seen += max(multiple, (start + interval * increment) // multiple * multiple)
             ends.append(seen - first)
@@ -87,12 +87,12 @@ def test_ramp_resumes_at_any_step_and_world(files: Files, rampup: tuple[int, ...
 def test_fresh_data_continue_the_ramp(files: Files) -> None:
     batch = BatchPlan(8, 1, 1, (2, 2, 30))
     cfg = TrainConfig(data=files.section(datasets=("a",), seq_length=32))
-    saved = TrainMetadata(10, rows_seen=batch.samples_in(10))
+    saved = TrainMetadata(10, rows_seen=batch.sequences_in(10))
     resume = ResumePoint(Checkpoint(Path("step_10"), saved), fresh_data=True)
     stream, _ = open_stream(cfg, batch, VOCAB, open_corpus(cfg.data), resume)
     with cast(TokenStream, stream):
         rows = [len(stream.next_batch().tokens_BS) for _ in range(10)]
-    assert sum(rows) == batch.samples_in(20) - batch.samples_in(10)
+    assert sum(rows) == batch.sequences_in(20) - batch.sequences_in(10)
 
 
 def section(**flags: Any) -> TrainingConfig:

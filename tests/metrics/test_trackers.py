@@ -120,7 +120,7 @@ def test_hanging_tracker_does_not_block_training(
 
 def started(step: int = 0, samples: int = 0, tokens: int = 0) -> Any:
     """What trackers read of the state at the start of a launch."""
-    return SimpleNamespace(step=step, samples_seen=samples, tokens_seen=tokens)
+    return SimpleNamespace(step=step, sequences_seen=samples, tokens_seen=tokens)
 
 
 def board(folder: Path, *records: Record, start: Any = None) -> EventAccumulator:
@@ -164,6 +164,7 @@ def test_tensorboard_drops_points_after_resume_step(tmp_path: Path) -> None:
         return place | {"loss": loss}
 
     board(tmp_path, *(record(step, 9.0) for step in (10, 20, 30, 40)))
+    time.sleep(1.1)  # TensorBoard reads the files in the order of the seconds in their names
     events = board(tmp_path, record(30, 2.0), start=started(20, 20, 64 * 20))
     assert points(events, "loss/loss") == [(10, 9.0), (20, 9.0), (30, 2.0)]
     events = EventAccumulator(str(tmp_path / "tensorboard" / "by_tokens")).Reload()

@@ -70,7 +70,7 @@ def test_rates_and_mfu_are_per_device(
     model = Llama(config)
     stream: Any = SimpleNamespace(consumption=dict)
     state = TrainState(model, build_optimizers(cfg.optim, model), stream, 10)
-    state.samples_at_end = 10 * 24
+    state.sequences_at_end = 10 * 24
     for _ in range(5):
         state.count(24, 24 * 4096)
     mesh = Mesh(dims, 0, "cpu")
@@ -84,8 +84,8 @@ def test_rates_and_mfu_are_per_device(
     assert record["mfu"] == pytest.approx(3 * 4096 / 0.5 * flops / 1e15)
     assert record["tflops_per_device"] == pytest.approx(1000 * record["mfu"])
     assert state.tokens_seen == 5 * 24 * 4096 and record["eta_s"] == pytest.approx(2.5)
-    assert state.samples_seen == 5 * 24
-    state.samples_at_end = 10**16
+    assert state.sequences_seen == 5 * 24
+    state.sequences_at_end = 10**16
     state.count(24, 24 * 4096)
     clock = time.time()
     monkeypatch.setattr(time, "time", lambda: clock - 3600)  # set back

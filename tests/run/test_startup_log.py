@@ -77,7 +77,7 @@ def test_facts_of_a_large_run_fit_a_line(tmp_path: Path) -> None:
         device="cuda",
     )
     held_out: Any = [
-        SimpleNamespace(group="eval", name=f"{LONG}/{number}", num_rows=1_234_567)
+        SimpleNamespace(group="eval", name=f"{LONG}/{number}", num_sequences=1_234_567)
         for number in range(9)
     ]
     memory = budget(cuda=139 * 2**30, cpu=2**41)

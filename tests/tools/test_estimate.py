@@ -58,7 +58,7 @@ def test_ramp_leaves_devices_idle(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv.split(), "--rampup_batch_size=16,16,5_000_000"]) == 0
     printed = capsys.readouterr().out
     assert "161,624 steps" in printed
-    assert "1,008 sequences for 79 steps, to step 23,456 and 5,000,528 samples" in printed
+    assert "1,008 sequences for 79 steps, to step 23,456 and 5,000,528 sequences" in printed
     with pytest.raises(ValueError, match="--rampup_batch_size=3,4,60 must reach"):
         given(**flags, tflops=1.0, rampup_batch_size="3,4,60")
 

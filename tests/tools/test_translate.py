@@ -252,7 +252,7 @@ def test_run_has_figures_derived_by_hand(
     assert steps == expected.steps
     assert f"steps: {steps:,}" in printed or training.num_epochs
     points = find_milestones(
-        config.optim, RunLength(steps, length, lambda step: batch.samples_in(step) * length)
+        config.optim, RunLength(steps, length, lambda step: batch.sequences_in(step) * length)
     )
     assert (points.warmup, points.decay_end) == expected.milestones
     values = flag_values(config)
