@@ -13,6 +13,7 @@ import importlib
 import sys
 import typing
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fms_fsdp.console import set_up_streams
@@ -134,11 +135,17 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     run = find_command(command)
     gc.enable()
     config_type = typing.get_type_hints(run)["config"]
+    flags = list(argv[num_words:])
     try:
         with printing():
-            if {"-h", "--help"} & set(argv):
+            if command == "translate":  # the words of another program's command are not our flags
+                from fms_fsdp.tools.translate import split_command
+
+                flags, words = split_command(flags)
+                run = partial(run, words=words)
+            if {"-h", "--help"} & set(flags):
                 print(f"{command}: {COMMANDS[command][1]}")
-            run(parse_flags(config_type, argv[num_words:], f"{CALLED} {command}"))
+            run(parse_flags(config_type, flags, f"{CALLED} {command}"))
     except (UserError, OSError) as error:
         if is_storage_failure(error) and isinstance(error, OSError) and error.filename is not None:
             print(

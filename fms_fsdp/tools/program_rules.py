@@ -13,30 +13,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fms_fsdp.config.batch import BatchPlan
 from fms_fsdp.config.values import counted, parse_number
 from fms_fsdp.errors import UserError
+from fms_fsdp.tools.translate_command import count_slots
 from fms_fsdp.tools.translation import BASE, SHAPE, Translation, number, unusable
 
+_NEOX_EPSILONS = {
+    "layernorm": "layernorm_epsilon",
+    "rmsnorm": "rms_norm_epsilon",
+    "scalenorm": "scalenorm_epsilon",
+}
 _PATHS = ("_prefixes", "_tokens", "_dataset")  # of the data: for convert, convert and prepare
 
 
-def combine(found: Translation, program: str) -> None:
+def combine(found: Translation) -> None:
     """Makes flags of keys that act together."""
-    lengths = [name for name in ("num_steps", "num_samples", "num_tokens") if found.get(name)]
-    if lengths:
+    if any(found.get(name) for name in ("num_steps", "num_samples", "num_tokens")):
         found.flags.pop("num_epochs", None)
-    _set_devices(found)
-    if program in _RULES:
-        _RULES[program](found)
+    _RULES[found.program.name](found)
     _combine_model(found)
     _combine_batch(found)
     _combine_schedule(found)
     _combine_data(found)
-    _combine_layout(found)
+    _combine_recomputation(found)
+    if found.num_devices:
+        _, (key, *_) = found.flags["_num_devices"]
+        place = ", as WORLD_SIZE says" if key.place == "WORLD_SIZE" else ""
+        found.commands.append(f"for {counted(found.num_devices, 'device')}{place}")
     if found.get("_load") and found.get("_load") == found.get("ckpt_save_path"):
         found.set("resume", "auto", "_load")  # a run resumes from the folder of its checkpoints
     elif found.get("_load"):
-        found.status |= dict.fromkeys(found.flags["_load"][1], "changes")
+        found.drop("_load", "changes")
     found.find_missing()
     for name in [name for name in found.flags if name.startswith("_") and name != "_num_devices"]:
         del found.flags[name]
@@ -46,8 +54,16 @@ def combine(found: Translation, program: str) -> None:
 
 
 def _upstream(found: Translation) -> None:
-    steps = number(found.get("num_steps"))
-    found.set("warmup", str(min(2000, steps // 20)), "num_steps")
+    steps = found.size("num_steps")
+    if steps:
+        warmup = min(2000, steps // 20)
+        found.set("warmup", str(warmup), "num_steps")
+        progress = (steps / 2 - warmup) / (steps - warmup)
+        ours = 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+        found.notes.append(
+            "its cosine starts at step 0, this one after the warmup: halfway 0.550 and "
+            f"{ours:.3f} of the peak"
+        )
     if found.get("use_dummy_dataset") in (True, "True", "true"):
         for name in ("datasets", "weights", "sep_token"):
             found.flags.pop(name, None)
@@ -64,19 +80,40 @@ def _neox(found: Translation) -> None:
         found.mark("changes", "activation")
     _set_neox_width(found, is_llama=is_llama)
     _set_neox_biases(found, is_llama=is_llama)
+    _set_neox_epsilon(found)
+    if found.get("_l2") and found.get("optimizer") == "adamw":
+        found.set("optimizer", "adam", "_l2", "optimizer")
+    names = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
+    slots = count_slots({name: found.given(name) for name in names})
+    if found.num_devices:
+        found.mark("no effect", *names)
+    elif slots.isdigit():
+        found.set("_num_devices", int(slots), *names)
+    elif slots:
+        found.mark("undecided", "hostfile")
 
     patterns = set(re.findall("[a-z_]+", found.given("attention_config")))
     is_full_attention = patterns <= {"global", "flash"}
     found.mark("default" if is_full_attention else "changes", "attention_config")
     if found.given("lr_decay_style") == "cosine":
         decay = found.get("lr_decay")
-        if decay and found.get("num_steps") and number(decay) < number(found.get("num_steps")):
+        if decay and number(decay) < found.size("num_steps"):
             found.notes.append("its cosine rises again after lr_decay_iters; here the rate stays")
     paths = found.get("_prefixes")
     if "data_path" in found.keys and "_split" not in found.flags:
         found.set("_split", "969,30,1")
     elif isinstance(paths, list) and not found.get("_data_weights"):
         found.set("_data_weights", [1] * len(paths), "_prefixes")
+
+
+def _set_neox_epsilon(found: Translation) -> None:
+    """Sets the epsilon of the norm that is used; the keys of the others have no effect."""
+    for norm, key in _NEOX_EPSILONS.items():
+        if norm == found.get("norm"):
+            default = 1e-5 if norm == "layernorm" else 1e-8
+            found.set("norm_eps", found.number_of(key, default), key)
+        else:
+            found.mark("no effect", key)
 
 
 def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
@@ -130,42 +167,60 @@ def _megatron(found: Translation) -> None:
         found.set("ffn_hidden_size", width, "hidden_size")
     if found.given("eval_iters") == "0":
         found.set("eval_interval", 0, "eval_iters", "eval_interval")
-    if found.get("num_tokens") and found.get("num_samples"):
-        _keep_earlier_end(found)
     ramp = found.get("rampup_batch_size")
-    batch = found.get("global_batch_size")
-    if ramp and batch and number(ramp[0]) >= number(batch):  # it never rises
-        found.mark("no effect", "rampup_batch_size")
-        del found.flags["rampup_batch_size"]
+    if ramp and number(ramp[0]) >= found.size("global_batch_size", 2**62):  # it never rises
+        found.drop("rampup_batch_size", "no effect")
+    if found.get("num_samples"):
+        _keep_full_steps(found)
     if "data_path" in found.keys and "_split" not in found.flags:
         found.set("_split", "969,30,1")
 
 
-def _keep_earlier_end(found: Translation) -> None:
-    """Of tokens and samples Megatron-DeepSpeed takes what ends first."""
-    samples = number(found.get("num_samples"))
-    length = number(found.get("seq_length", 1))
-    later = "num_tokens"
-    if number(found.get("num_tokens")) <= samples * length:
-        later = "num_samples"
-    keys = found.flags.pop(later)[1]
-    found.status |= dict.fromkeys(keys, "no effect")
+def _keep_full_steps(found: Translation) -> None:
+    """Rounds the samples down to full steps. Of tokens and samples the run ends with the earlier."""
+    samples = found.size("num_samples")
+    tokens = found.size("num_tokens")
+    if tokens:
+        is_later = tokens <= samples * found.size("seq_length", 1)
+        found.drop("num_samples" if is_later else "num_tokens", "no effect")
+    rows = sequences_per_step(found)
+    if not rows or not found.get("num_samples"):
+        return
+    ramp = tuple(map(number, found.get("rampup_batch_size") or ()))
+    batch = BatchPlan(rows, 1, 1, ramp, True)
+    steps = batch.steps_for(samples)
+    is_in_ramp = bool(ramp) and batch.samples_in(steps - 1) <= ramp[2]
+    if batch.samples_in(steps) > samples and steps > 1 and not is_in_ramp:
+        steps -= 1
+    if not found.get("lr_decay"):  # the decay ends with the samples that are given
+        found.set("lr_decay", f"{samples}samples", "num_samples")
+    found.set("num_samples", batch.samples_in(steps), "num_samples")
+
+
+def sequences_per_step(found: Translation) -> int:
+    """Returns the global batch; 0 if it is not known."""
+    if found.get("global_batch_size"):
+        return int(found.size("global_batch_size"))
+    ranks, remainder = divmod(found.num_devices or 0, _other_axes(found))
+    if remainder:
+        return 0
+    return int(ranks * found.size("batch_size") * found.size("grad_accum_steps", 1))
 
 
 def _nxd(found: Translation) -> None:
     multiple = found.given("model.make_vocab_size_divisible_by")
     if not multiple and not found.has_known_shape:
         found.set("_vocab_multiple", 128)
-
-
-_OLDER_TORCHTITAN = """
-    training.batch_size training.compile checkpoint.enable_checkpoint float8.enable_float8_linear
-    model.norm_type optimizer.fused lr_scheduler.lr_min
-""".split()
+    names = ("trainer.devices", "trainer.num_nodes")
+    if found.num_devices:
+        found.mark("no effect", *names)
+    elif found.given("trainer.devices") and "num_devices" not in found.doubtful:
+        devices = found.number_of("trainer.devices") * found.number_of("trainer.num_nodes", 1)
+        found.set("_num_devices", devices, *names)
 
 
 def _torchtitan(found: Translation) -> None:
-    older = [name for name in _OLDER_TORCHTITAN if name in found.keys]
+    older = [name for name in found.program.table["older"].split() if name in found.keys]
     if older:
         found.notes.append(
             f"{older[0]} is a key of torchtitan 0.1, whose Llama 3 has unscaled RoPE"
@@ -185,17 +240,17 @@ def _torchtitan(found: Translation) -> None:
             found.set("hsdp_shard_size", shards, *names)
     else:
         found.set("sharding_strategy", "fsdp", *names)
-    if shards > 0:
+    if shards > 0 and not found.num_devices:
         found.set("_num_devices", replicas * shards * _other_axes(found), *names)
 
-    if number(found.get("pp_size", 1)) > 1:
+    if found.size("pp_size", 1) > 1:
         size = found.number_of("parallelism.pipeline_parallel_microbatch_size", 1)
         found.set("pp_micro_batch_size", size, "parallelism.pipeline_parallel_microbatch_size")
     else:
         found.mark("no effect", "parallelism.pipeline_parallel_microbatch_size")
 
-    steps = number(found.get("num_steps"))
-    warmup = min(number(found.get("warmup")), steps)
+    steps = found.size("num_steps")
+    warmup = min(found.size("warmup"), steps)
     found.set("warmup", str(warmup), "warmup")
     ratio = found.given("lr_scheduler.decay_ratio")
     shape = found.given("lr_scheduler.decay_type") or "linear"
@@ -231,23 +286,6 @@ _RULES: dict[str, Callable[[Translation], None]] = {
 # ---- For all programs
 
 
-def _set_devices(found: Translation) -> None:
-    """Sets the number of devices that a launcher or the configuration names."""
-    per_node = found.get("_devices")
-    nodes = found.get("_nodes", 1)
-    is_undecided = any(
-        key.undecided or ":" in str(key.value)  # of 1:4 nodes the run takes what is there
-        for name, key in found.keys.items()
-        if name in ("launcher.nnodes", "launcher.num_nodes")
-    )
-    if is_undecided:
-        found.mark("undecided", "launcher.nnodes", "launcher.num_nodes")
-    if per_node and not is_undecided:
-        found.set("_num_devices", per_node * nodes, "_devices", "_nodes")
-    elif not per_node and found.get("_all_devices"):
-        found.set("_num_devices", found.get("_all_devices"), "_all_devices")
-
-
 def _combine_model(found: Translation) -> None:
     get = found.get
     put = found.set
@@ -257,19 +295,18 @@ def _combine_model(found: Translation) -> None:
         put("precision", precision, "precision", "_half")
     if get("_gelu") and get("activation") == "gelu_tanh":
         put("activation", get("_gelu"), "_gelu")
-    if get("_norm_eps") and not get("norm_eps"):
-        put("norm_eps", get("_norm_eps"), "_norm_eps")
     if get("_tokenizer") and "vocab_size" in found.flags:
         keys_of_size = found.flags["vocab_size"][1]
         if not keys_of_size:
-            del found.flags["vocab_size"]  # the data decides
-    if get("max_seq_len") and not get("seq_length"):
-        put("seq_length", get("max_seq_len"), "max_seq_len")
+            del found.flags["vocab_size"]
+    if not get("vocab_size") and not get("hf_config"):
+        has_variant = get("model_variant", BASE) != BASE
+        found.has_vocabulary = has_variant and not get("_tokenizer")
     multiple = get("_vocab_multiple")
     if multiple:
-        rows = multiple * number(get("tp_size", 1))
+        rows = multiple * found.size("tp_size", 1)
         put("vocab_multiple_of", rows, "_vocab_multiple", "tp_size")
-    has_shape = bool(set(SHAPE) & found.flags.keys())
+    has_shape = bool(set(SHAPE.split()) & found.flags.keys())
     if has_shape and not get("hf_config") and not get("model_variant"):
         put("model_variant", BASE)
 
@@ -278,14 +315,14 @@ def _combine_batch(found: Translation) -> None:
     """A pipeline here divides the batch of a rank; elsewhere a rank's steps are its micro-batches."""
     get = found.get
     put = found.set
-    if number(get("pp_size", 1)) <= 1 or "pp_micro_batch_size" in found.flags:
+    if found.size("pp_size", 1) <= 1 or "pp_micro_batch_size" in found.flags:
         return
     put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
     micro = found.flags.pop("batch_size", None)
     if get("global_batch_size"):
         put("grad_accum_steps", 1, "pp_micro_batch_size")
     elif micro is not None:
-        rows = number(micro[0]) * number(get("grad_accum_steps", 1))
+        rows = number(micro[0]) * found.size("grad_accum_steps", 1)
         put("batch_size", rows, "pp_micro_batch_size", "grad_accum_steps")
         put("grad_accum_steps", 1, "grad_accum_steps")
 
@@ -293,11 +330,11 @@ def _combine_batch(found: Translation) -> None:
 def _combine_schedule(found: Translation) -> None:
     end = ""
     if found.get("num_steps"):
-        end = str(number(found.get("num_steps")))
+        end = str(found.size("num_steps"))
     elif found.get("num_samples"):
-        end = f"{number(found.get('num_samples'))}samples"
+        end = f"{found.size('num_samples')}samples"
     fraction = found.get("_warmup_fraction")
-    if fraction:  # of the decay
+    if fraction is not None:  # of the decay
         length = str(found.get("lr_decay") or end)
         unit = "samples" if length.endswith("samples") else ""
         steps = length.removesuffix("samples")
@@ -311,24 +348,20 @@ def _combine_schedule(found: Translation) -> None:
         found.set("lr_decay", None, "lr_decay")
 
 
-def _combine_layout(found: Translation) -> None:
+def _combine_recomputation(found: Translation) -> None:
     layers = found.get("_recompute_layers")
     if layers and found.get("recompute") == "blocks":
         if found.get("_recompute_method") == "block":
-            total = number(found.get("num_layers"))
-            share = f"{min(layers * number(found.get('pp_size', 1)), total)}/{total}"
+            total = found.size("num_layers", layers)
+            share = f"{min(layers * found.size('pp_size', 1), total)}/{total}"
             found.set("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
         else:
             found.set("recompute_segment", layers, "_recompute_layers", "_recompute_method")
-    devices = found.get("_num_devices")
-    if devices:
-        found.commands.append(f"for {counted(devices, 'device')}")
 
 
 def _other_axes(found: Translation) -> int:
     """Returns the number of devices that read the same sequences."""
-    sizes = (number(found.get(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
-    return math.prod(max(1, size) for size in sizes)
+    return math.prod(max(1, found.size(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
 
 
 def _combine_data(found: Translation) -> None:
@@ -345,7 +378,7 @@ def _combine_data(found: Translation) -> None:
     found.set("data_path", "data", *sources)
     found.set("datasets", names, *sources)
     if weights and len(weights) != len(names):
-        found.status |= dict.fromkeys(found.flags["_data_weights"][1], "undecided")
+        found.drop("_data_weights", "undecided")
     elif len(names) > 1 and weights:
         found.set("weights", weights, *sources)
 

@@ -6,17 +6,18 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from fms_fsdp.config import TrainConfig
-from fms_fsdp.config.flag import coerce, flag_table
+from fms_fsdp.config.flag import build_config, coerce, flag_table
+from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.config.values import parse_number, shown
 from fms_fsdp.errors import UserError
 from fms_fsdp.tools.other_configs import Key
 
 TABLE = flag_table(TrainConfig)
 BASE = "194m"  # a variant whose shape flags replace
-SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 LISTS = {  # status of a key: title of its list
     "unknown": "unknown key, may change results",
     "changes": "no counterpart, changes results",
@@ -25,35 +26,89 @@ LISTS = {  # status of a key: title of its list
     "default": "our default already",
 }
 STOPPING = ("unknown", "changes", "undecided")
-# What decides results or cost: one flag of each group must come from the input or from a default
-# that the program defines. Ours would be silently wrong.
-_DECIDING = (
-    ("num_steps", "num_samples", "num_tokens", "num_epochs"),
-    ("batch_size", "global_batch_size"),
-    ("seq_length",),
-    ("learning_rate",),
-    ("lr_schedule",),
-    ("warmup",),
-    ("min_lr", "min_lr_ratio"),
-    ("weight_decay",),
-    ("adam_beta1",),
-    ("adam_beta2",),
-    ("grad_clip",),
-    ("precision", "mixed_precision"),
-    ("data_path", "use_dummy_dataset"),
-)
-_DECIDING_SHAPE = (
-    *((name,) for name in SHAPE),
-    ("ffn_hidden_size",),
-    ("norm",),
-    ("activation",),
-    ("pos_emb",),
-    ("dropout",),
-    ("attn_dropout",),
-    ("vocab_size", "_tokenizer"),
-)
+# What decides results or cost: a flag of each line must come from the input or from a default that
+# the program defines. Ours would be silently wrong.
+_DECIDING = """
+num_steps num_samples num_tokens num_epochs
+batch_size global_batch_size
+seq_length
+learning_rate
+lr_schedule
+warmup
+min_lr min_lr_ratio
+weight_decay
+adam_beta1
+adam_beta2
+grad_clip
+precision mixed_precision
+data_path use_dummy_dataset
+"""
+SHAPE = "num_layers\nhidden_size\nnum_attention_heads"
+_DECIDING_SHAPE = f"""{SHAPE}
+ffn_hidden_size
+norm
+activation
+pos_emb
+dropout
+attn_dropout
+vocab_size _tokenizer
+"""
 _MAX_SIZE = 2**22  # of a flag that is no length of the run; larger numbers are typing errors
-_SIZES = (*SHAPE, "ffn_hidden_size", "seq_length", "max_seq_len", "vocab_size", "batch_size")
+_SIZES = f"{SHAPE} ffn_hidden_size seq_length max_seq_len vocab_size batch_size".split()
+_OFF = ("false", "0", "0.0", "", "none")
+
+
+class Program:
+    """The table of a program, with the tables that it is based on."""
+
+    def __init__(self, name: str) -> None:
+        tables = other_programs()["programs"]
+        self.table = tables[name]
+        self.name = name
+        self.title = self.table["title"]
+        self.flags = dict[str, list[tuple[str, str]]]()  # key -> flags, each with a conversion
+        self.values = dict[str, dict[str, Any]]()
+        self.absent = dict[str, Any]()
+        self.decides = list[tuple[str, str]]()  # a flag, and a pattern of keys
+        self.lists = dict[str, list[str]]()
+        for table in [*(tables[base] for base in self.table.get("bases", ())), self.table]:
+            for key in table.get("same", "").split():
+                self.flags.setdefault(key, []).append((key.rpartition(".")[2], ""))
+            for flag, sources in table.get("flags", {}).items():
+                for source in [sources] if isinstance(sources, str) else sources:
+                    key, _, conversion = source.partition(" ")
+                    self.flags.setdefault(key, []).append((flag, conversion))
+            for flag, patterns in table.get("decides", {}).items():
+                self.decides += [(flag, pattern) for pattern in patterns.split()]
+            self.values |= table.get("values", {})
+            self.absent |= table.get("absent", {})
+            for status in ("rules", "marks", "others", "changes", "no_effect"):
+                self.lists.setdefault(status, []).extend(table.get(status, "").split())
+
+    def is_other(self, file: str) -> bool:
+        """Returns whether a Python file of the program trains another model, such as BERT."""
+        return any(fnmatchcase(file, pattern) for pattern in self.lists["others"])
+
+    def has_flags(self, name: str) -> bool:
+        return name in self.flags or name in self.values or name in self.lists["rules"]
+
+    def list_of(self, name: str) -> str:
+        """Returns the list of a key without a flag, or ""."""
+        statuses = {"changes": "changes", "no_effect": "no effect"}
+        for status, title in statuses.items():
+            if name in self.lists[status]:
+                return title
+        for status, title in statuses.items():  # a name itself comes before any pattern
+            if any(fnmatchcase(name, pattern) for pattern in self.lists[status]):
+                return title
+        return ""
+
+    def flags_of(self, name: str) -> set[str]:
+        """Returns the flags that are not known where the value of a key is not."""
+        flags = {flag for flag, _ in self.flags.get(name, ())}
+        for chosen in self.values.get(name, {}).values():
+            flags |= chosen.keys()
+        return flags | {flag for flag, pattern in self.decides if fnmatchcase(name, pattern)}
 
 
 @dataclass
@@ -66,13 +121,14 @@ class Translation:
     missing  flags that decide the run, and that neither the input nor the program defines
     """
 
-    title: str
+    program: Program
     keys: Mapping[str, Key]
     flags: dict[str, tuple[Any, tuple[Key, ...]]] = field(default_factory=dict)
     status: dict[Key, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    has_vocabulary: bool = True  # else the data decides
 
     def given(self, key: str) -> str:
         """Returns the value of a key as the tables write it; "" if it is absent, empty or undecided."""
@@ -81,7 +137,7 @@ class Translation:
             return ""
         return as_text(found.value)
 
-    def number_of(self, key: str, default: int = 0) -> Any:
+    def number_of(self, key: str, default: float = 0) -> Any:
         """Returns the number that a key holds; the default if it holds none.
 
         Raises:
@@ -95,10 +151,15 @@ class Translation:
             raise unusable(self.keys[key], error) from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name not in self.flags:
-            return default
-        value, _ = self.flags[name]
-        return value
+        return self.flags.get(name, (default, ()))[0]
+
+    @property
+    def num_devices(self) -> Any:
+        return self.get("_num_devices", 0)
+
+    def size(self, name: str, default: int = 0) -> Any:
+        """Returns the number that a flag has."""
+        return number(self.get(name, default))
 
     def set(self, name: str, value: Any, *sources: str) -> None:
         """Sets a flag. Its sources are flags, whose keys it takes, and keys, which are then written.
@@ -121,6 +182,11 @@ class Translation:
             raise unusable(keys[0], error) from None
         self.flags[name] = value, tuple(dict.fromkeys(keys))
 
+    def drop(self, name: str, status: str) -> None:
+        """Removes a flag; its keys have a status of their own."""
+        _, keys = self.flags.pop(name)
+        self.status |= dict.fromkeys(keys, status)
+
     def mark(self, status: str, *names: str) -> None:
         """Sets the status of keys, if the input has them."""
         for name in names:
@@ -138,15 +204,41 @@ class Translation:
             return True
         return self.get("model_variant", BASE) != BASE
 
+    @property
+    def doubtful(self) -> set[str]:
+        """The flags whose value is not known: a key is missing, undecided or has no counterpart."""
+        flags = set(self.missing)
+        for key, status in self.status.items():
+            if status in ("undecided", "changes"):
+                flags |= self.program.flags_of(key.name)
+        return flags
+
     def find_missing(self) -> None:
-        groups = list(_DECIDING)
+        doubtful = self.doubtful
+        groups = _DECIDING
         if not self.has_known_shape:
             groups += _DECIDING_SHAPE
-        for names in groups:
+        for names in map(str.split, groups.strip().splitlines()):
+            if not names or doubtful & set(names):
+                continue
             if all(self.get(name) in (None, "") for name in names):
                 self.missing.append(names[0])
-        if not self.get("global_batch_size") and not self.get("_num_devices"):
+        needs_devices = not self.get("global_batch_size") and not self.num_devices
+        if needs_devices and "num_devices" not in doubtful:
             self.missing.append("num_devices")
+
+    @property
+    def config(self) -> TrainConfig:
+        """The config of a launch with these flags.
+
+        Raises:
+            UserError: a launch rejects them.
+        """
+        values = dict[str, Any]()
+        for name, row in TABLE.items():
+            if name in self.flags:
+                values[name] = coerce(row, self.get(name))
+        return build_config(TrainConfig, values)
 
     @property
     def is_complete(self) -> bool:
@@ -170,6 +262,10 @@ def as_text(value: Any) -> str:
     if value is None:
         return "null"
     return re.sub(r"[\[\]' ]", "", str(value)).lower()
+
+
+def is_off(value: Any) -> bool:
+    return value is None or as_text(value) in _OFF
 
 
 def shown_key(key: Key) -> str:
@@ -205,11 +301,19 @@ def _pair(value: Any) -> list[Any]:
     return value
 
 
+def _recomputed_blocks(value: Any) -> str:
+    """Returns a fraction such as 1/3, or `every:3` for the 3 of earlier versions of upstream."""
+    numerator, _, denominator = str(value).partition("/")
+    if number(numerator) > number(denominator or 1):
+        return f"every:{value}"
+    return str(value)
+
+
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were absent
     "": lambda value: value,
     "text": str,
     "number": number,
-    "not": lambda value: as_text(value) not in ("true", "1"),
+    "not": is_off,
     "count": count,
     "positive": lambda value: number(value) if number(value) > 0 else None,
     "zero_if_negative": lambda value: max(0, number(value)),
@@ -217,5 +321,5 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were abs
     "second": lambda value: _pair(value)[1],
     "samples": lambda value: f"{number(value)}samples",
     "tokens": lambda value: f"{number(value)}tokens",
-    "every": lambda value: str(value) if number(value) <= 1 else f"every:{number(value)}",
+    "blocks": _recomputed_blocks,
 }
