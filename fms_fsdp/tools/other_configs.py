@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fms_fsdp.config.values import shown
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.files import is_file, load_unique_json
 
+FORMATS = {".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
 _MAX_BYTES = 2**20
 _MAX_KEYS = 5000
 _MAX_DEPTH = 20
@@ -28,7 +29,7 @@ class Key:
 
     name: str  # in lower case, words joined by "_"
     value: Any
-    place: str  # file:line
+    place: str  # file:line, or the program of a command
     undecided: str = ""
 
 
@@ -39,29 +40,32 @@ def read_keys(path: str) -> tuple[str, list[Key]]:
         UserError: the file cannot be read, is malformed, or sets a key twice.
     """
     check_is_no_script(path)
-    text = read_text(path)
-    suffix = Path(path).suffix.lower()
-    if suffix not in FORMATS:
+    kind = FORMATS.get(Path(path).suffix.lower())
+    if kind is None:
         raise UserError(f"{shown(path)} must be YAML, TOML or JSON; name it with its suffix")
-    kind, read = FORMATS[suffix]
+    text = read_text(path)
     keys = dict[str, Key]()
     try:
-        for key in read(text):
-            name = key.name.replace("-", "_").lower()
-            place = f"{path}:{key.place or _line_of(text, name)}"
+        content = _parse(kind, text)
+        for name, value in _flatten(content):
+            place = f"{path}:{_line_of(text, name)}"
             if name in keys:
-                raise UserError(f"{place}: {shown(name)} is set twice; remove one of them")
-            keys[name] = Key(name, key.value, place, key.undecided)
+                raise ValueError(f"{name} is set twice")
+            reason = ""
+            if isinstance(value, _Unread):
+                reason = value.reason
+            keys[name] = Key(name, None if reason else value, place, reason)
             if len(keys) > _MAX_KEYS:
                 raise ValueError(f"there are more than {_MAX_KEYS:,} keys")
     except (ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, UserError):
             raise
-        reason = shown(str(error)) or type(error).__name__
-        raise UserError(f"{shown(path)} is not valid {kind}: {reason}; correct the file") from None
-    if any(name.startswith("config.") for name in keys):
+        text = shown(str(error)) or type(error).__name__
+        raise UserError(f"{shown(path)} is not valid {kind}: {text}; correct the file") from None
+    if "model_type" in content:
         kind = "config.json"
-    return kind, list(keys.values())
+        keys = {f"config.{key.name}": replace(key, name=f"config.{key.name}") for key in keys.values()}
+    return kind, [_follow(key, keys) for key in keys.values()]
 
 
 def read_text(path: str) -> str:
@@ -107,81 +111,74 @@ def _line_of(text: str, name: str) -> int:
     return 1 + text.count("\n", 0, match.start())
 
 
-def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[Key]:
+def _flatten(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     if prefix.count(".") > _MAX_DEPTH:
         raise ValueError("tables are nested too deeply")
-    for name, value in content.items():
+    for key, value in content.items():
+        name = prefix + str(key).replace("-", "_").lower()
         if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{name}.")
         else:  # an empty table sets nothing
-            yield Key(f"{prefix}{name}", None if value == {} else value, "")
+            yield name, None if value == {} else value
 
 
-def _read_toml(text: str) -> Iterator[Key]:
-    yield from _flatten(tomllib.loads(text))
+@dataclass
+class _Unread:
+    """A value that only a run of the program could know."""
+
+    reason: str
 
 
-def _read_json(text: str) -> Iterator[Key]:
-    content = load_unique_json(text)
+def _parse(kind: str, text: str) -> dict[str, Any]:
+    match kind:
+        case "toml":
+            content = tomllib.loads(text)
+        case "json":
+            content = load_unique_json(text)
+        case _:
+            content = _load_yaml(text) or {}
     if not isinstance(content, dict):
-        raise ValueError("it must hold an object")
-    yield from _flatten(content, "config." if "model_type" in content else "")
+        raise ValueError("it must hold keys with values")
+    return content
 
 
-def _read_yaml(text: str) -> Iterator[Key]:
+def _load_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
         raise UserError("YAML requires the package pyyaml; run: pip install pyyaml") from None
-    loader = yaml.SafeLoader(text)
 
-    def read(node: Any, prefix: str) -> Iterator[Key]:
-        if prefix.count(".") > _MAX_DEPTH:
-            raise ValueError("mappings are nested too deeply")
-        for name, inner in node.value:
-            key = f"{prefix}{name.value}"
-            line = str(name.start_mark.line + 1)
-            if inner.tag.startswith("!"):
-                yield Key(key, None, line, f"the tag {inner.tag} is not followed")
-            elif name.tag.endswith(":merge"):
-                yield Key(key, None, line, "a merge is not followed")
-            elif isinstance(inner, yaml.MappingNode) and inner.value:
-                yield from read(inner, f"{key}.")
-            else:
-                value = loader.construct_object(inner, deep=True)
-                yield Key(key, None if value == {} else value, line)
+    class Loader(yaml.SafeLoader):
+        pass
 
+    def read_mapping(loader: Loader, node: Any) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for name in set(names):
+            names.remove(name)
+        if names:
+            raise ValueError(f"{names[0]} is set twice")
+        loader.flatten_mapping(node)  # follows <<
+        return dict(loader.construct_pairs(node, deep=True))
+
+    Loader.add_constructor("tag:yaml.org,2002:map", read_mapping)
+    Loader.add_multi_constructor("!", lambda _, tag, __: _Unread(f"the tag !{tag} is not followed"))
     try:
-        root = loader.get_single_node()
-        if root is not None and not isinstance(root, yaml.MappingNode):
-            raise ValueError("it must hold keys with values")
-        found = list(read(root, "")) if root is not None else []
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    values = {key.name: key.value for key in found}
-    yield from (_interpolated(key, values) for key in found)
 
 
-def _interpolated(key: Key, values: dict[str, Any], depth: int = 0) -> Key:
+def _follow(key: Key, keys: dict[str, Key], depth: int = 0) -> Key:
     """Returns a key with the value of `${a.b}`, or of `${.b}` next to it."""
     if not isinstance(key.value, str) or "${" not in key.value:
         return key
-    name = ""
     match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", key.value)
+    name = ""
     if match is not None:
         dots, name = match.groups()
         if dots:  # one for the table of the key, and one for each table around it
-            tables = key.name.split(".")[: -len(dots)]
-            name = ".".join([*tables, name])
-    if name not in values or depth > _MAX_DEPTH:
-        return Key(key.name, None, key.place, f"{shown(key.value)} is not evaluated")
-    found = _interpolated(Key(name, values[name], ""), values, depth + 1)
-    return Key(key.name, found.value, key.place, found.undecided)
-
-
-FORMATS: dict[str, tuple[str, Callable[[str], Iterator[Key]]]] = {
-    ".yaml": ("yaml", _read_yaml),
-    ".yml": ("yaml", _read_yaml),
-    ".toml": ("toml", _read_toml),
-    ".json": ("json", _read_json),
-}
+            name = ".".join([*key.name.split(".")[: -len(dots)], name])
+    if name not in keys or depth > _MAX_DEPTH:
+        return replace(key, value=None, undecided=f"{shown(key.value)} is not evaluated")
+    found = _follow(keys[name], keys, depth + 1)
+    return replace(key, value=found.value, undecided=found.undecided)

@@ -28,16 +28,7 @@ _SHELLS = ("bash", "sh", "zsh")
 _ENDS = "\n;&|()"  # of a command within a text
 _REDIRECTION = r"(?<!\S)[\d&]?(?:>>?|<)(?:&\d|\s*[^\s;&|]+)"
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
-
-
-def _value(word: str) -> str:
-    if word in _SHELLS or word in _COMMANDS:  # the value is an empty variable
-        raise ValueError
-    return word
-
-
-def _with_underscores(option: re.Match[str]) -> str:
-    return "--" + option[0][2:].replace("-", "_")
+_SLOTS = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,41 +47,51 @@ class Launcher:
     def parse(self, words: list[str]) -> list[str]:
         """Reads the options; returns the words after them. A value of an unknown option is one of these."""
         parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
-        for option in _LAUNCHERS[self.name]["values"].split():
-            parser.add_argument(*option.split("/"), type=_value)
-        for option in _LAUNCHERS[self.name]["switches"].split():
-            parser.add_argument(*option.split("/"), action="store_const", const="true")
+        table = _LAUNCHERS[self.name]
+        for option in table["values"].split():
+            parser.add_argument(*_spellings(option), type=word)
+        for option in table["switches"].split():
+            parser.add_argument(*_spellings(option), action="store_const", const="true")
         parser.add_argument("rest", nargs=argparse.REMAINDER)
         while True:
-            spelled = [re.sub("^--[^=]+", _with_underscores, word) for word in words]
             try:
-                found, unknown = parser.parse_known_args(spelled)
-            except UserError:  # a value is missing
-                self.unknown.append(words[0])
+                found, unknown = parser.parse_known_args(words)
+            except UserError as error:  # a value is missing
+                self.unknown.append(str(error))
                 words = words[1:]
                 continue
             self.unknown += unknown
-            num_rest = len(found.__dict__.pop("rest"))
+            rest: list[str] = found.__dict__.pop("rest")
             self.options |= vars(found)
-            self.unknown += [name for name, value in vars(found).items() if not value]
-            return words[len(words) - num_rest :]
+            return rest
 
     def factors(self) -> list[str]:
         """Returns the numbers whose product is the number of devices; "" if one is missing."""
         get = self.options.get
         env = os.environ.get
+        nodes = get("nodes") or env("SLURM_NNODES", "")
         match self.name:
             case "torchrun":
-                nodes = get("nnodes") or env("PET_NNODES", "1")
-                return [nodes, get("nproc_per_node") or env("PET_NPROC_PER_NODE", "1")]
+                return [get("nnodes", env("PET_NNODES", "1")), get("nproc_per_node", env("PET_NPROC_PER_NODE", "1"))]
             case "deepspeed":
                 return [count_slots(self.options)]
-            case "srun" if "ntasks" not in self.options:
-                nodes = get("nodes") or env("SLURM_NNODES", "")
-                if "ntasks_per_node" in self.options:
-                    return [nodes, get("ntasks_per_node", "")]
-                return [env("SLURM_NTASKS") or nodes]
+            case "srun" if "ntasks_per_node" in self.options and "ntasks" not in self.options:
+                return [nodes, get("ntasks_per_node", "")]
+            case "srun":
+                return [get("ntasks") or env("SLURM_NTASKS") or nodes]
         return [get("ntasks", "")]
+
+
+def _spellings(option: str) -> set[str]:
+    """Returns the names of an option, whose words are joined by _ or by -."""
+    return {*option.split("/"), *option.replace("_", "-").split("/")}
+
+
+def word(text: str) -> str:
+    """Returns a value; its name is part of argparse's messages."""
+    if text in {"", *_SHELLS, *_COMMANDS}:  # a variable is empty
+        raise ValueError
+    return text
 
 
 @dataclass(frozen=True)
@@ -104,23 +105,21 @@ class Command:
 
     def devices(self) -> Iterator[Key]:
         """Yields a key for the number of devices, unless nothing names it."""
-        factors = [os.environ.get("WORLD_SIZE", "")]
-        reason = ""
         counting = [each for each in self.launchers if "counts" in _LAUNCHERS[each.name]]
+        place = "command"
+        unknown = list[str]()
         if self.files:
-            factors = [""]  # the configurations have it
-        elif counting:
-            inner = counting[-1]  # one around it starts a process per node
-            factors = inner.factors()
-            if inner.unknown:
-                reason = f"the option {inner.unknown[0]} of {inner.name} is not known"
-        wrong = [text for text in factors if text and not re.fullmatch("[1-9][0-9]*", text)]
-        if wrong:
-            reason = f"{wrong[0]} is not a number of devices"
-        if reason:
-            yield Key("launcher.devices", None, "command", shown(reason))
+            return  # the configurations have it
+        if counting:  # one around another starts a process per node
+            factors = counting[-1].factors()
+            unknown = counting[-1].unknown
+        else:
+            factors = [os.environ.get("WORLD_SIZE", "")]
+            place = "WORLD_SIZE"
+        unknown += [text for text in factors if text and not re.fullmatch("[1-9][0-9]*", text)]
+        if unknown:
+            yield Key("launcher.devices", None, place, shown(f"{unknown[0]} is not understood"))
         elif all(factors):
-            place = "command" if counting else "WORLD_SIZE"
             yield Key("launcher.devices", prod(map(int, factors)), place)
 
 
@@ -153,16 +152,12 @@ def read_command(words: list[str]) -> Command:
 
 def _read_deepy(launcher: Launcher, words: list[str]) -> list[str]:
     """Returns the configurations after the program; their suffix is optional."""
-    names = list[str]()
+    files = list[str]()
     while words:
-        names.append(words[0])
-        words = launcher.parse(words[1:])
-    folder = launcher.options.get("conf_dir", "")
-    suffixes = (".yml", ".json")
-    return [
-        os.path.join(folder, name if name.endswith(suffixes) else f"{name}.yml")
-        for name in names[1:]
-    ]
+        name, *words = words
+        files.append(name if name.endswith((".yml", ".json")) else f"{name}.yml")
+        words = launcher.parse(words)
+    return [os.path.join(launcher.options.get("conf_dir", ""), name) for name in files[1:]]
 
 
 def _inner_words(text: str) -> list[str]:
@@ -182,8 +177,7 @@ def _inner_words(text: str) -> list[str]:
                 commands[-1].append(word)
     except ValueError:
         raise UserError("the text of bash -c has an open quote; close it") from None
-    with_options = [each for each in commands if any(word.startswith("--") for word in each)]
-    return max(with_options, key=len, default=[])
+    return max(commands, key=len)
 
 
 def read_arguments(words: list[str], place: str) -> Iterator[Key]:
@@ -199,15 +193,11 @@ def read_arguments(words: list[str], place: str) -> Iterator[Key]:
         else:
             own.append(word)
     for name, given in values.items():
-        hidden = [word for word in given if "$" in word]
+        hidden = [word for word in given if "$" in word or not word]
         if hidden:
-            yield Key(name, None, place, f"{shown(hidden[0])} is known only to the shell")
-        elif "" in given:
-            yield Key(name, None, place, "its value is empty")
-        elif len(given) > 1:
-            yield Key(name, given, place)
+            yield Key(name, None, place, f"only the shell knows the value {hidden[0]}".rstrip())
         elif given:
-            yield Key(name, given[0], place)
+            yield Key(name, given if len(given) > 1 else given[0], place)
         else:  # torchtitan's --compile.no-enable switches off
             yield Key(name.replace(".no_", "."), ".no_" not in name, place)
 
@@ -217,20 +207,17 @@ def count_slots(options: Mapping[str, str]) -> str:
 
     These are the slots of the hostfile after --include and --exclude, else nodes x GPUs.
     """
-    path = options.get("hostfile", "")
-    chosen = options.get("include", "")
-    dropped = options.get("exclude", "")
-    nodes = options.get("num_nodes", "")
-    gpus = options.get("num_gpus", "")
+    path, chosen, dropped, nodes, gpus = map(options.get, _SLOTS, [""] * 5)
+    hosts = dict[str, set[str]]()
+    for number in (nodes, gpus):
+        if number and not number.isdigit():
+            return number
     if os.path.isfile(path or _HOSTFILE):
         lines = re.findall(r"(?m)^\s*([^\s#]+)\s+slots=(\d+)", read_text(path or _HOSTFILE))
         hosts = {host: {str(slot) for slot in range(int(number))} for host, number in lines}
-    elif chosen and not path:
-        hosts = {}
     elif path and not (nodes and gpus):
         return f"the hostfile {path}"
-    else:
-        gpus = gpus if gpus.isdigit() else ""
+    elif not chosen:
         return str(int(nodes or 1) * int(gpus)) if gpus else ""
     named = dict[str, set[str]]()
     for part in filter(None, (chosen or dropped).split("@")):
@@ -239,6 +226,4 @@ def count_slots(options: Mapping[str, str]) -> str:
     if not chosen:
         named = {host: slots - named.get(host, set()) for host, slots in hosts.items()}
     sizes = [len(slots) for slots in named.values() if slots]
-    if nodes:
-        sizes = sizes[: int(nodes)]
-    return str(sum(int(gpus or size) for size in sizes))
+    return str(sum(int(gpus or size) for size in sizes[: int(nodes or len(sizes))]))

@@ -253,7 +253,8 @@ def convert(files: str) -> tuple[str, Translation, list[Key]]:
     flags, words = translate.split_command(shlex.split(files))
     kinds, keys, hf_config = translate.read_input(words, flags)
     name = translate.recognize(kinds, keys)
-    return name, translate.translate(Program(name), keys, hf_config), keys
+    found = translate.translate(Program(name), keys, hf_config)
+    return name, found, list(found.status)
 
 
 def convert_text(tmp_path: Path, name: str, text: str) -> Translation:
@@ -624,7 +625,7 @@ def test_endless_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("a.yml", b"a: &a [*a]\nb: {c: &c {d: *c}}", "is not valid yaml"),
         ("a.toml", b"a = ", "is not valid toml"),
         ("a.json", b"{", "is not valid json"),
-        ("a.json", b"[1]", "must hold an object"),
+        ("a.json", b"[1]", "must hold keys"),
         ("a.json", b'{"a": 1, "a": 2}', "a is set twice"),
         ("a.json", b'{"a":' * 3000, "is not valid json"),
         ("a.py", b"n_layer = 12", "are of no known program"),
