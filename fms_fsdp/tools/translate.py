@@ -163,7 +163,8 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
     name = key.name
     listed = program.list_of(name)
     if key.undecided:
-        return "no effect" if listed == "no effect" else "undecided"
+        is_harmless = listed == "no effect" and not program.has_flags(name)
+        return "no effect" if is_harmless else "undecided"
     if name in program.lists["rules"]:
         return "default"  # unless program_rules.py finds an effect
     if key.value is None:  # the program's own default

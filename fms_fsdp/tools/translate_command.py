@@ -82,9 +82,10 @@ class Launcher:
         return [get("ntasks", "")]
 
 
-def _spellings(option: str) -> set[str]:
+def _spellings(option: str) -> list[str]:
     """Returns the names of an option, whose words are joined by _ or by -."""
-    return {*option.split("/"), *option.replace("_", "-").split("/")}
+    names = option.split("/") + option.replace("_", "-").split("/")
+    return list(dict.fromkeys(names))
 
 
 def word(text: str) -> str:

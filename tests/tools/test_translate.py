@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -598,6 +599,486 @@ def test_steps_that_are_missing_are_not_printed(
         main(["translate", str(tmp_path / "a.yml")])
     printed = capsys.readouterr().out
     assert "# missing: num_steps; GPT-NeoX has no default" in printed and "steps:" not in printed
+
+
+# ---- Commands, as the shell has expanded them
+
+PRETRAIN = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --hidden-size 2048
+    --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+    --tokenizer-type GPT2BPETokenizer --data-path /d/x_text_document --bf16 --micro-batch-size 4
+    --global-batch-size 512 --train-iters 1000 --min-lr 1e-5 --lr 1e-4""".replace("\n", " ")
+# 24 blocks of 12 h^2 + 13 h, 50,257 tokens to a multiple of 128 and 2,048 positions, one LayerNorm
+PARAMETERS = 24 * (12 * 2048**2 + 13 * 2048) + (50304 + 2048) * 2048 + 2 * 2048
+WIDE_PARAMETERS = 24 * (12 * 4096**2 + 13 * 4096) + (50304 + 2048) * 4096 + 2 * 4096
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "parameters"),
+    [
+        (f'A="--lr 2e-4"\nA+=" --lr 1e-3 --swiglu"\n{PRETRAIN} $A', {"learning_rate": 1e-3}, 0),
+        (
+            f"H=1024\nS=big\n[ $S = big ] && H=4096\n{PRETRAIN} --hidden-size $H",
+            {"hidden_size": 4096},
+            WIDE_PARAMETERS,
+        ),
+        (f"LR=3e-4\ndebug() {{ LR=1e-2\n}}\n{PRETRAIN} --lr $LR", {"learning_rate": 3e-4}, PARAMETERS),
+        (f"LR=3e-4\nsource ./site.sh\n{PRETRAIN} --lr $LR", {"learning_rate": 1e-3}, PARAMETERS),
+        (f"{PRETRAIN} \\\n  # tuned \\\n  --lr 1e-3", {"learning_rate": 1e-4}, PARAMETERS),
+        (f"{PRETRAIN} \\\n  # --lr 1e-3", {"learning_rate": 1e-4}, PARAMETERS),
+        (
+            f"M=4\nG=$((M*16*8))\n{PRETRAIN} --global-batch-size $G",
+            {"global_batch_size": 512},
+            PARAMETERS,
+        ),
+        (
+            f"{PRETRAIN} --pad-vocab-size-to 250880",
+            {"vocab_multiple_of": 250_880},
+            PARAMETERS + (250_880 - 50_304) * 2048,
+        ),
+        (f"declare LR=1e-3\nunset X\n{PRETRAIN} $X --lr $LR", {"learning_rate": 1e-3}, PARAMETERS),
+        (f"N=1\n((N++))\n{PRETRAIN} --seed $N", {"seed": 2}, PARAMETERS),
+        (f"A=(--seed 1)\nA[1]=7\nA+=(--swiglu)\n{PRETRAIN} ${{A[@]}}", {"seed": 7}, 0),
+        (f"for i in 3 4; do X=$i; done\n{PRETRAIN} --seed $X", {"seed": 4}, PARAMETERS),
+        (f"A=$(cat <<END\n--seed 9\nEND\n)\n{PRETRAIN} $A > >(cat)", {"seed": 9}, PARAMETERS),
+        (f"read -r -d '' A <<END\n--seed 9\nEND\n{PRETRAIN} $A | tee log", {"seed": 9}, PARAMETERS),
+        (f'eval "X=5"\nprintf -v Y %d 8\n{PRETRAIN} --seed $X$Y', {"seed": 58}, PARAMETERS),
+        (f"if [ -z $Z ]; then A=--fp16; fi\n({PRETRAIN} ${{A#--fp16}})", {"precision": "bf16"}, PARAMETERS),
+        (f"X=$(bc <<< '2*3' || true)\n{PRETRAIN} &> log.txt", {"num_steps": 1000}, PARAMETERS),
+    ],
+)
+def test_script_gives_the_values_that_bash_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    flags: dict[str, Any],
+    parameters: int,
+) -> None:
+    (tmp_path / "site.sh").write_text("LR=1e-3\n")
+    (tmp_path / "run.sh").write_text(f"cd {tmp_path}\n{script}\n")
+    config = written_config(command_of(str(tmp_path / "run.sh"), monkeypatch), tmp_path)
+    values = flag_values(config)
+    assert {name: values[name] for name in flags} == flags
+    printed = capsys.readouterr().out
+    if parameters:
+        assert f"parameters: {parameters:,}\n" in printed
+    assert "tokens per step: 1,048,576 = 512 sequences of 2,048" in printed
+    assert "steps: 1,000\n" in printed and "--num_devices=8" in printed
+
+
+def test_function_before_a_script_translates_it(tmp_path: Path) -> None:
+    """As the page says; the script itself is not changed."""
+    (tmp_path / "run.sh").write_text(f"LAYERS=12\nsrun {PRETRAIN} --num-layers $LAYERS\n")
+    function = f'srun() {{ {sys.executable} -m fms_fsdp translate srun "$@"; }}; export -f srun; '
+    done = subprocess.run(
+        ["bash", "-c", f"{function} bash {tmp_path}/run.sh"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "num_layers = 12  # num_layers: 12" in done.stdout
+
+
+ARGS = "--train-iters 10 --lr 1e-3"
+
+
+@pytest.mark.parametrize(
+    ("command", "devices"),
+    [
+        ("torchrun --nproc_per_node 8 --nnodes=4 x.py", 32),
+        ("torchrun --nproc-per-node=8 x.py", 8),
+        ("torchrun x.py", 1),
+        ("torchrun --standalone --nproc_per_node 2 -m a.train", 2),
+        ("torchrun --nproc_per_node 2 --nproc_per_node 4 x.py", 4),
+        ("srun -N 4 --ntasks-per-node=1 torchrun --nnodes 4 --nproc_per_node 8 x.py", 32),
+        ("torchrun --nproc_per_node gpu x.py", "gpu"),
+        ("torchrun --nproc_per_node auto x.py", "auto"),
+        ("torchrun --nproc_per_node 8 --nnodes 1:4 x.py", "1:4"),
+        ("torchrun --nproc_per_node --nnodes 4 x.py", "--nproc_per_node"),
+        ("torchrun --nproc_per_node=8 --nnodes= x.py", "--nnodes"),
+        ("torchrun --nproc_per_node 8 --new_option 3 x.py", "--new_option"),
+        ("python -u -m torch.distributed.run --nproc_per_node 4 x.py", 4),
+        ("python3.11 -m torch.distributed.launch --nproc_per_node=4 --use_env x.py", 4),
+        ("srun -n 8 python x.py", 8),
+        ("srun -n8 --mpi=pmix python -u x.py", 8),
+        ("srun --nodes=2 --ntasks-per-node=8 python x.py", 16),
+        (f"srun --jobid bash -c 'torchrun --nproc_per_node 4 x.py {ARGS}'", 4),
+        ("srun --unheard-of=3 -n 8 python x.py", "--unheard-of=3"),
+        ("srun python x.py", None),
+        ("mpirun -np 16 --mca btl tcp -x PATH python x.py", 16),
+        ("mpirun --ppn 8 python x.py", "--ppn"),
+        ("deepspeed --num_gpus 8 --num_nodes 2 x.py", 16),
+        ("deepspeed --hostfile hosts x.py", 11),
+        ("deepspeed --hostfile hosts --num_nodes 2 x.py", 8),
+        ("deepspeed --hostfile hosts --num_gpus 2 x.py", 6),
+        ("deepspeed --hostfile hosts --include a@b:0,2 x.py", 6),
+        ("deepspeed --hostfile hosts --exclude b@c:0 x.py", 6),
+        ("deepspeed --hostfile none x.py", "the hostfile none"),
+        ("deepspeed --hostfile none --num_nodes 4 --num_gpus 8 x.py", 32),
+        ("deepspeed --include localhost:0,1,5 x.py", 3),
+        ("deepspeed x.py", None),
+        ("accelerate launch --num_processes 8 --mixed_precision bf16 x.py", 8),
+        ("accelerate launch x.py", None),
+        ("python x.py", None),
+        ("WORLD_SIZE=64 python x.py", 64),
+        ("WORLD_SIZE=64 torchrun --nproc_per_node 8 x.py", 8),
+    ],
+)
+def test_launcher_gives_the_number_of_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, devices: int | str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("# cluster\na slots=4\nb slots=4\n\nc slots=3\n")
+    if command.startswith("WORLD_SIZE"):
+        command = command.removeprefix("WORLD_SIZE=64 ")
+        monkeypatch.setenv("WORLD_SIZE", "64")
+    _, found, keys = convert(f"{command} {ARGS}")
+    (key,) = [key for key in keys if key.name == "launcher.devices"] or [None]
+    if isinstance(devices, str):
+        assert key is not None and devices in key.undecided
+        assert found.status[key] == "undecided" and "num_devices" in found.doubtful
+    else:
+        assert found.get("_num_devices") == devices
+        assert ("num_devices" in found.missing) == (devices is None)
+    assert {"num_steps", "learning_rate"} <= found.flags.keys()
+    assert ("WORLD_SIZE" in " ".join(found.commands)) == (devices == 64)
+
+
+def test_number_of_devices_overrides_all(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "torchrun --nproc_per_node gpu x.py --train-iters 10 --lr 1e-3 --micro-batch-size 2".split()
+    with pytest.raises(SystemExit):
+        main(["translate", "--num_devices=24", *words, "--seq-length", "64"])
+    printed = capsys.readouterr().out
+    assert "tokens per step: 3,072 = 48 sequences" in printed and "undecided" not in printed
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices"),
+    [
+        ({"SLURM_NTASKS": "32"}, 32),
+        ({"SLURM_NNODES": "4"}, 4),
+        ({"SLURM_NNODES": "4", "SLURM_NTASKS": "8"}, 8),
+    ],
+)
+def test_srun_in_a_job_has_its_tasks(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], devices: int
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert convert(f"srun python x.py {ARGS}")[1].num_devices == devices
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("cd /x && python y.py --warm 1; python x.py --train-iters 5 --lr 2 2>&1 | tee log", {"lr": "2"}),
+        ("torchrun x.py --train-iters 5 --seed $SEED --lr $RATE", {"seed": "3", "lr": None}),
+        ("torchrun x.py --train-iters 5 --seed '$SEED' --split '9,1'", {"seed": None, "split": "9,1"}),
+        ("$START --lr 4", {"train_iters": "6", "lr": "4"}),
+        ("torchrun x.py --train-iters 5 --lr 3\nwait", {"lr": "3"}),
+    ],
+)
+def test_text_of_bash_is_split_once(
+    monkeypatch: pytest.MonkeyPatch, text: str, values: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("SEED", "3")
+    monkeypatch.setenv("START", "torchrun --nproc_per_node 2 x.py --train-iters 6 --a 'b|c'")
+    words = ["srun", "--ntasks=2", "bash", "-c", text]
+    keys = {key.name: key for key in convert(shlex.join(words))[2]}
+    assert {name: keys[name].value for name in values} == values
+    assert all(bool(keys[name].undecided) == (value is None) for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "status"),
+    [
+        ("--lr 1e-4 --min-lr 0 --lr 1e-3", "1e-3", ""),  # the last one counts
+        ("--lr=1e-3", "1e-3", ""),
+        ("--lr --min-lr 0", None, "undecided"),
+        ("--lr '' --min-lr 0", None, "undecided"),
+        ("--lr '$X'", None, "undecided"),
+        ("--learning-r 3", None, ""),
+    ],
+)
+def test_option_is_read_as_argparse_does(options: str, value: str | None, status: str) -> None:
+    _, found, keys = convert(f"x.py --train-iters 5 {options}")
+    assert found.get("learning_rate") == value
+    if status:
+        assert [found.status[key] for key in keys if key.name == "lr"] == [status]
+        assert "learning_rate" not in found.missing  # it is named once
+    elif value is None:  # Megatron-LM allows no abbreviation
+        assert [found.status[key] for key in keys if key.name == "learning_r"] == ["unknown"]
+
+
+def test_files_among_the_arguments_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(CONFIGS)
+    neox = "python ./deepy.py train.py -d . neox_160m neox_local_setup.yml --wandb_team a"
+    assert convert(neox)[1].flags.keys() == convert("neox_160m.yml neox_local_setup.yml")[1].flags.keys()
+    titan = (
+        "torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file torchtitan_debug.toml "
+        "--training.steps 70 --compile.enable --training.no-compile"
+    )
+    program, found, _ = convert(titan)
+    assert (program, found.get("num_steps"), found.num_devices) == ("torchtitan", "70", 8)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 512}')
+    found = convert(f"{PRETRAIN} --deepspeed --deepspeed_config {tmp_path}/ds.json")[1]
+    assert found.get("sharding_strategy") == "zero2"
+    with pytest.raises(SystemExit):
+        main(["translate", *PRETRAIN.split(), "--deepspeed_config", "none.json"])
+    assert "deepspeed_config: none.json does not exist" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("torchrun --nproc_per_node 8", "starts no Python program"),
+        ("srun ./run.sh", "./run.sh is a script"),
+        ("bash run.sh", "run.sh is a script"),
+        ("sbatch --nodes=2 a.slurm", "a.slurm is a script"),
+        ("python -c 'import a'", "starts no Python program"),
+        ("bash -c 'python x.py --a \"'", "has an open quote"),
+        ("", "requires a file or a command"),
+        # Trainer, nanoGPT and lm-evaluation-harness
+        ("x.py --model_name_or_path a --learning_rate 1e-4 --weight_decay 0 --bf16 --seed 1", "docs/"),
+        ("train.py --batch_size=8 --n_layer=4 --n_head=4 --max_iters=2000 --dropout=0.0", "docs/"),
+        ("x.py --tasks a --batch_size 8 --seed 1", "docs/migrate/other-frameworks.md"),
+    ],
+)
+def test_bad_command_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: str, error: str
+) -> None:
+    assert main(["translate", *shlex.split(words)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.count("\n") == 1
+    assert error in captured.err and len(captured.err) <= 220
+
+
+def test_our_flags_end_before_the_command() -> None:
+    split = translate.split_command
+    command = ["torchrun", "x.py", "--output=b", "--lr", "1"]
+    flags = ["--allow_missing", "--from", "megatron", "--output=a"]
+    expected = ["--allow_missing=true", *flags[1:]]
+    assert split([*flags, *command]) == (expected, command)
+    assert split([*flags, "--", *command]) == (expected, command)
+    assert split(["--allow_missing", "a.yml", "--output=b"]) == (
+        ["--allow_missing=true", "a.yml", "--output=b"],
+        [],
+    )
+
+
+# ---- What is absent, off, a default, or not known
+
+
+def test_no_figure_depends_on_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden = {
+        "--num-layers": "parameters",
+        "--hidden-size": "parameters",
+        "--tokenizer-type": "parameters",
+        "--global-batch-size": "tokens per step",
+        "--seq-length": "tokens per step",
+        "--train-iters": "steps",
+    }
+    main(["translate", *PRETRAIN.split()])
+    lines = capsys.readouterr().out.splitlines()
+    for option, figure in hidden.items():
+        assert any(line.startswith(f"# {figure}: ") for line in lines), figure
+        with pytest.raises(SystemExit):
+            main(["translate", *PRETRAIN.split(), option, "$X"])
+        printed = capsys.readouterr().out
+        assert f"# {figure}: " not in printed, option
+        assert printed.count(option.strip("-").replace("-", "_")) == 1  # no default of the program
+        with pytest.raises(SystemExit):
+            main(["translate", *PRETRAIN.replace(option, "--other").split()])
+        if option != "--tokenizer-type":  # Megatron-LM has a default
+            assert f"# {figure}: " not in capsys.readouterr().out, option
+        else:
+            capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "figure"),
+    [
+        ("a.toml", TITAN.replace("llama3", "qwen3"), "parameters"),
+        ("a.toml", TITAN.replace("8B", "16B"), "parameters"),
+        ("", f"{PRETRAIN} --num-experts 8", "parameters"),
+        ("", f"{PRETRAIN} --embed-layernorm", "parameters"),
+        ("", PRETRAIN.replace("gpt.py", "bert.py"), "parameters"),
+        ("", PRETRAIN.replace("gpt.py", "t5.py") + " --encoder-seq-length 9", "tokens"),
+        ("a.yml", WHOLE + "use_bias_in_mlp: false", "parameters"),
+        ("a.yml", WHOLE + "moe_num_experts: 4", "parameters"),
+        ("", f"{PRETRAIN} --lr-decay-style '$S'", "schedule"),
+    ],
+)
+def test_figure_without_counterpart_is_not_printed(
+    tmp_path: Path, name: str, text: str, figure: str
+) -> None:
+    found = convert_text(tmp_path, name, text)
+    assert found.doubtful and not found.is_complete
+    assert not [line for line in translate.figures(found) if line.startswith(figure)]
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("", {"norm_eps": 1e-5}),
+        ("norm: rmsnorm", {"norm_eps": 1e-8}),
+        ("norm: rmsnorm\nlayernorm_epsilon: 1.0e-6", {"norm_eps": 1e-8}),
+        ("norm: rmsnorm\nrms_norm_epsilon: 1.0e-6", {"norm_eps": 1e-6}),
+        ("norm: scalenorm\nlayernorm_epsilon: 1.0e-6", {"norm_eps": 1e-8}),
+        ("norm: layernorm\nrms_norm_epsilon: 1.0e-6", {"norm_eps": 1e-5}),
+        ("warmup: 0", {"warmup": "0"}),
+        ("num_gpus: 8\nnum_nodes: 2", {"_num_devices": 16}),
+        ("num_gpus: 8", {"_num_devices": 8}),
+        ("include: 'localhost:0,1'", {"_num_devices": 2}),
+    ],
+)
+def test_value_of_neox_has_its_effect(tmp_path: Path, text: str, flags: dict[str, Any]) -> None:
+    found = convert_text(tmp_path, "a.yml", WHOLE + text)
+    assert {name: found.get(name) for name in flags} == flags
+    assert found.is_complete
+
+
+@pytest.mark.parametrize(
+    ("params", "status", "optimizer"),
+    [
+        ("adam_w_mode: false", "default", "adam"),
+        ("adam_w_mode: true", "default", "adamw"),
+        ("bias_correction: false", "changes", "adamw"),
+        ("bias_correction: true", "default", "adamw"),
+        ("adam_mode: false", "unknown", "adamw"),
+    ],
+)
+def test_false_is_not_absent(tmp_path: Path, params: str, status: str, optimizer: str) -> None:
+    text = WHOLE.replace("{lr: 1.0e-3}}", f"{{lr: 1.0e-3, {params}}}, type: Adam}}")
+    found = convert_text(tmp_path, "a.yml", text)
+    name = f"optimizer.params.{params.partition(':')[0]}"
+    assert found.status[found.keys[name]] in (status, "written" if optimizer == "adam" else status)
+    assert found.get("optimizer") == optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "status"),
+    [
+        ("a.yml", WHOLE + "weight_deca: 0.0", {"weight_deca": "unknown"}),
+        ("a.toml", TITAN + "max_nrm = 0.0", {"training.max_nrm": "unknown"}),
+        ("", f"{PRETRAIN} --hidden-drop 0.0", {"hidden_drop": "unknown"}),
+        ("", f"{PRETRAIN} --main-params-dtype fp16", {"main_params_dtype": "changes"}),
+        ("", f"{PRETRAIN} --main-grads-dtype bf16", {"main_grads_dtype": "changes"}),
+        ("", f"{PRETRAIN} --main-grads-dtype fp32", {"main_grads_dtype": "default"}),
+        ("a.yml", WHOLE + "hostfile: /none", {"hostfile": "undecided"}),
+    ],
+)
+def test_key_that_matters_is_not_off(
+    tmp_path: Path, name: str, text: str, status: dict[str, str]
+) -> None:
+    test_key_without_counterpart_is_listed(tmp_path, name, text, status)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "decay_end"),
+    [
+        ("--train-samples 1000000 --global-batch-size 128", 7812, 1_000_000),
+        ("--train-samples 999936 --global-batch-size 128", 7812, 1953),  # in steps
+        ("--train-samples 1000000 --micro-batch-size 16", 7812, 1_000_000),
+        # 125 steps of 8 have more than 999 samples, 63 of 16 more than 2,000 (Megatron-LM's ramp
+        # takes its last batch at 2,000 samples); of the rest 32 each: 188 + (10,000 - 2,008) // 32
+        (
+            "--train-samples 10000 --global-batch-size 32 --rampup-batch-size 8 8 2000",
+            None,
+            10_000,
+        ),
+    ],
+)
+def test_samples_are_full_steps(
+    capsys: pytest.CaptureFixture[str], options: str, steps: int | None, decay_end: int
+) -> None:
+    if steps is None:
+        steps = _steps_of_megatron(10_000, 32, 8, 8, 2000)
+    words = f"torchrun --nproc_per_node 8 x.py --seq-length 4 --lr 1 --swiglu {options}".split()
+    with pytest.raises(SystemExit):
+        main(["translate", *words])
+    printed = capsys.readouterr().out
+    assert f"# steps: {steps:,}\n" in printed
+    assert f"to {4 * decay_end:,}\n" in printed
+
+
+def _steps_of_megatron(samples: int, end: int, start: int, increment: int, ramp: int) -> int:
+    """The loop of update_train_iters, as Megatron-LM had it with --rampup-batch-size."""
+    steps = 0
+    consumed = 0
+    per_increment = ramp / ((end - start) // increment)
+    while consumed <= ramp and consumed <= samples:
+        consumed += start + int(consumed / per_increment) * increment
+        steps += 1
+    return steps + (samples - consumed) // end
+
+
+@pytest.mark.parametrize(("steps", "ours"), [(1000, "0.587"), (1_000_000, "0.551")])
+def test_note_compares_the_cosine_at_mid_run(steps: int, ours: str) -> None:
+    found = convert(f"main_training.py --model_variant=7b --num_steps={steps}")[1]
+    assert any(f"halfway 0.550 and {ours} of the peak" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("value", ["1/3", "0.5", "1", "3"])
+def test_upstream_fraction_of_blocks_is_kept(value: str) -> None:
+    text = f"main_training.py --fsdp_activation_checkpointing=True --selective_checkpointing={value}"
+    expected = {"3": "every:3"}.get(value, value)
+    assert convert(text)[1].get("selective_checkpointing") in (expected, None if value == "1" else expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("olmo.yml", "run_name: a\nseed: 1\nmax_duration: 9\nprecision: amp_bf16\nmax_grad_norm: 1.0"),
+        ("ds.json", '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'),
+        ("action.yml", "name: ci\ndescription: a\ninputs: {a: {default: 1}}"),
+    ],
+)
+def test_other_programs_are_not_recognized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["translate", str(tmp_path / name)]) == 2
+    assert "docs/migrate/other-frameworks.md" in capsys.readouterr().err
+
+
+def test_vocabulary_of_torchtitan_is_the_datas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.toml").write_text(TITAN)
+    main(["translate", "--num_devices=8", str(tmp_path / "a.toml")])
+    printed = capsys.readouterr().out
+    assert "vocab_size" not in printed
+    assert "parameters: 6,979,588,096, and 8,192 per token of the data's vocabulary" in printed
+
+
+def test_translate_needs_no_torch() -> None:
+    code = (
+        "import sys; from fms_fsdp.__main__ import main;"
+        f"main(['translate', *{PRETRAIN.split()!r}]);"
+        "assert not {'torch', 'numpy', 'pyarrow'} & sys.modules.keys()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"parameters: {PARAMETERS:,}" in done.stdout
+
+
+def test_estimate_command_plans_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run.toml"
+    assert main(["translate", f"--output={output}", *PRETRAIN.split()]) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("memory: ")]
+    words = shlex.split(line.removeprefix("memory: python -m fms_fsdp "))
+    assert words == ["estimate", f"--config={output}", "--device=h100_80gb", "--num_devices=8"]
+    assert main(words) == 0
+    assert "GiB" in capsys.readouterr().out
 
 
 def test_endless_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
