@@ -142,7 +142,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
                 from fms_fsdp.tools.translate import split_command
 
                 flags, words = split_command(flags)
-                run = partial(run, words=words)
+                run = partial(run, words=words)  # type: ignore[call-arg]
             if {"-h", "--help"} & set(flags):
                 print(f"{command}: {COMMANDS[command][1]}")
             run(parse_flags(config_type, flags, f"{CALLED} {command}"))

@@ -79,7 +79,10 @@ def test_translate_counts_ramps_as_launches_do(capsys: Any) -> None:
     flags = ["--global_batch_size=64", "--rampup_batch_size=16,16,1000", "--batch_size=2"]
     milestones = planned(*flags, "--num_steps=300", "--warmup=30").milestones
     expected = f"{milestones.warmup:,} steps of warmup, decay from"
-    assert f"{expected} {milestones.decay_start:,} to {milestones.decay_end:,}" in capsys.readouterr().out
+    assert (
+        f"{expected} {milestones.decay_start:,} to {milestones.decay_end:,}"
+        in capsys.readouterr().out
+    )
 
 
 def test_resumed_run_keeps_batch_and_schedule() -> None:

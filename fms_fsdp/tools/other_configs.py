@@ -64,7 +64,9 @@ def read_keys(path: str) -> tuple[str, list[Key]]:
         raise UserError(f"{shown(path)} is not valid {kind}: {text}; correct the file") from None
     if "model_type" in content:
         kind = "config.json"
-        keys = {f"config.{key.name}": replace(key, name=f"config.{key.name}") for key in keys.values()}
+        keys = {
+            f"config.{key.name}": replace(key, name=f"config.{key.name}") for key in keys.values()
+        }
     return kind, [_follow(key, keys) for key in keys.values()]
 
 
@@ -148,7 +150,7 @@ def _load_yaml(text: str) -> Any:
     except ImportError:
         raise UserError("YAML requires the package pyyaml; run: pip install pyyaml") from None
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         pass
 
     def read_mapping(loader: Loader, node: Any) -> dict[Any, Any]:

@@ -42,7 +42,7 @@ def combine(found: Translation) -> None:
         place = ", as WORLD_SIZE says" if key.place == "WORLD_SIZE" else ""
         found.commands.append(f"for {counted(found.num_devices, 'device')}{place}")
     if found.get("_load") and found.get("_load") == found.get("ckpt_save_path"):
-        found.set("resume", "auto", "_load")  # a run resumes from the folder of its checkpoints
+        found.assign("resume", "auto", "_load")  # a run resumes from the folder of its checkpoints
     elif found.get("_load"):
         found.drop("_load", "changes")
     found.find_missing()
@@ -57,7 +57,7 @@ def _upstream(found: Translation) -> None:
     steps = found.size("num_steps")
     if steps:
         warmup = min(2000, steps // 20)
-        found.set("warmup", str(warmup), "num_steps")
+        found.assign("warmup", str(warmup), "num_steps")
         progress = (steps / 2 - warmup) / (steps - warmup)
         ours = 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
         found.notes.append(
@@ -73,7 +73,7 @@ def _neox(found: Translation) -> None:
     is_llama = found.given("mlp_type") == "llama"
     activation = found.given("activation") or "gelu"
     if is_llama and activation == "silu":
-        found.set("activation", "swiglu", "mlp_type", "activation")
+        found.assign("activation", "swiglu", "mlp_type", "activation")
     elif is_llama:
         found.mark("changes", "mlp_type")
     elif activation == "silu":  # without a gate
@@ -82,13 +82,13 @@ def _neox(found: Translation) -> None:
     _set_neox_biases(found, is_llama=is_llama)
     _set_neox_epsilon(found)
     if found.get("_l2") and found.get("optimizer") == "adamw":
-        found.set("optimizer", "adam", "_l2", "optimizer")
+        found.assign("optimizer", "adam", "_l2", "optimizer")
     names = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
     slots = count_slots({name: found.given(name) for name in names})
     if found.num_devices:
         found.mark("no effect", *names)
     elif slots.isdigit():
-        found.set("_num_devices", int(slots), *names)
+        found.assign("_num_devices", int(slots), *names)
     elif slots:
         found.mark("undecided", "hostfile")
 
@@ -101,9 +101,9 @@ def _neox(found: Translation) -> None:
             found.notes.append("its cosine rises again after lr_decay_iters; here the rate stays")
     paths = found.get("_prefixes")
     if "data_path" in found.keys and "_split" not in found.flags:
-        found.set("_split", "969,30,1")
+        found.assign("_split", "969,30,1")
     elif isinstance(paths, list) and not found.get("_data_weights"):
-        found.set("_data_weights", [1] * len(paths), "_prefixes")
+        found.assign("_data_weights", [1] * len(paths), "_prefixes")
 
 
 def _set_neox_epsilon(found: Translation) -> None:
@@ -111,7 +111,7 @@ def _set_neox_epsilon(found: Translation) -> None:
     for norm, key in _NEOX_EPSILONS.items():
         if norm == found.get("norm"):
             default = 1e-5 if norm == "layernorm" else 1e-8
-            found.set("norm_eps", found.number_of(key, default), key)
+            found.assign("norm_eps", found.number_of(key, default), key)
         else:
             found.mark("no effect", key)
 
@@ -133,7 +133,7 @@ def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
         # Twice the width, whose halves are multiplied, has two thirds of the parameters.
         width = int(width * 2 / 3) // 2
     width = math.ceil(width / multiple) * multiple
-    found.set("ffn_hidden_size", width, "hidden_size", "intermediate_size", "mlp_multiple_of")
+    found.assign("ffn_hidden_size", width, "hidden_size", "intermediate_size", "mlp_multiple_of")
 
 
 def _set_neox_biases(found: Translation, *, is_llama: bool) -> None:
@@ -141,9 +141,9 @@ def _set_neox_biases(found: Translation, *, is_llama: bool) -> None:
     in_mlp = not is_llama and found.given("use_bias_in_mlp") != "false"
     names = ("use_bias_in_attn_linear", "use_bias_in_mlp", "mlp_type")
     if in_attention == in_mlp:
-        found.set("bias", in_mlp, *names)
+        found.assign("bias", in_mlp, *names)
     else:  # biases in one of the two have no flag
-        found.set("bias", in_mlp)
+        found.assign("bias", in_mlp)
         found.mark("changes", *names)
     if found.given("use_bias_in_norms") == "false" and found.get("norm") != "rmsnorm":
         found.mark("changes", "use_bias_in_norms")
@@ -152,28 +152,28 @@ def _set_neox_biases(found: Translation, *, is_llama: bool) -> None:
 def _megatron(found: Translation) -> None:
     if found.given("group_query_attention") == "true":
         groups = found.number_of("num_query_groups", 1)
-        found.set("num_kv_heads", groups, "num_query_groups", "group_query_attention")
+        found.assign("num_kv_heads", groups, "num_query_groups", "group_query_attention")
     else:  # without the flag the number has no effect
         found.mark("no effect", "num_query_groups")
     if found.given("pad_vocab_size_to"):
         found.flags.pop("_vocab_multiple", None)
         rows = found.number_of("pad_vocab_size_to")
-        found.set("vocab_multiple_of", rows, "pad_vocab_size_to")
+        found.assign("vocab_multiple_of", rows, "pad_vocab_size_to")
     hidden = found.get("hidden_size")
     if hidden and not found.get("ffn_hidden_size"):
         width = 4 * number(hidden)
         if found.get("activation") == "swiglu":
             width = int(width * 2 / 3) // 64 * 64
-        found.set("ffn_hidden_size", width, "hidden_size")
+        found.assign("ffn_hidden_size", width, "hidden_size")
     if found.given("eval_iters") == "0":
-        found.set("eval_interval", 0, "eval_iters", "eval_interval")
+        found.assign("eval_interval", 0, "eval_iters", "eval_interval")
     ramp = found.get("rampup_batch_size")
     if ramp and number(ramp[0]) >= found.size("global_batch_size", 2**62):  # it never rises
         found.drop("rampup_batch_size", "no effect")
     if found.get("num_samples"):
         _keep_full_steps(found)
     if "data_path" in found.keys and "_split" not in found.flags:
-        found.set("_split", "969,30,1")
+        found.assign("_split", "969,30,1")
 
 
 def _keep_full_steps(found: Translation) -> None:
@@ -193,8 +193,8 @@ def _keep_full_steps(found: Translation) -> None:
     if batch.samples_in(steps) > samples and steps > 1 and not is_in_ramp:
         steps -= 1
     if not found.get("lr_decay"):  # the decay ends with the samples that are given
-        found.set("lr_decay", f"{samples}samples", "num_samples")
-    found.set("num_samples", batch.samples_in(steps), "num_samples")
+        found.assign("lr_decay", f"{samples}samples", "num_samples")
+    found.assign("num_samples", batch.samples_in(steps), "num_samples")
 
 
 def sequences_per_step(found: Translation) -> int:
@@ -210,13 +210,13 @@ def sequences_per_step(found: Translation) -> int:
 def _nxd(found: Translation) -> None:
     multiple = found.given("model.make_vocab_size_divisible_by")
     if not multiple and not found.has_known_shape:
-        found.set("_vocab_multiple", 128)
+        found.assign("_vocab_multiple", 128)
     names = ("trainer.devices", "trainer.num_nodes")
     if found.num_devices:
         found.mark("no effect", *names)
     elif found.given("trainer.devices") and "num_devices" not in found.doubtful:
         devices = found.number_of("trainer.devices") * found.number_of("trainer.num_nodes", 1)
-        found.set("_num_devices", devices, *names)
+        found.assign("_num_devices", devices, *names)
 
 
 def _torchtitan(found: Translation) -> None:
@@ -227,51 +227,51 @@ def _torchtitan(found: Translation) -> None:
         )
     elif str(found.get("model_variant", "")).startswith("llama3_"):  # scaled since 0.2
         variant = found.get("model_variant").replace("llama3_", "llama3.1_")
-        found.set("model_variant", variant, "model_variant")
+        found.assign("model_variant", variant, "model_variant")
 
     shards = found.number_of("parallelism.data_parallel_shard_degree", -1)
     replicas = found.number_of("parallelism.data_parallel_replicate_degree", 1)
     names = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
     if shards == 1:
-        found.set("sharding_strategy", "ddp", *names)
+        found.assign("sharding_strategy", "ddp", *names)
     elif replicas > 1:
-        found.set("sharding_strategy", "hsdp", *names)
+        found.assign("sharding_strategy", "hsdp", *names)
         if shards > 1:
-            found.set("hsdp_shard_size", shards, *names)
+            found.assign("hsdp_shard_size", shards, *names)
     else:
-        found.set("sharding_strategy", "fsdp", *names)
+        found.assign("sharding_strategy", "fsdp", *names)
     if shards > 0 and not found.num_devices:
-        found.set("_num_devices", replicas * shards * _other_axes(found), *names)
+        found.assign("_num_devices", replicas * shards * _other_axes(found), *names)
 
     if found.size("pp_size", 1) > 1:
         size = found.number_of("parallelism.pipeline_parallel_microbatch_size", 1)
-        found.set("pp_micro_batch_size", size, "parallelism.pipeline_parallel_microbatch_size")
+        found.assign("pp_micro_batch_size", size, "parallelism.pipeline_parallel_microbatch_size")
     else:
         found.mark("no effect", "parallelism.pipeline_parallel_microbatch_size")
 
     steps = found.size("num_steps")
     warmup = min(found.size("warmup"), steps)
-    found.set("warmup", str(warmup), "warmup")
+    found.assign("warmup", str(warmup), "warmup")
     ratio = found.given("lr_scheduler.decay_ratio")
     shape = found.given("lr_scheduler.decay_type") or "linear"
     if ratio and shape == "linear":
         decay = min(round(steps * float(ratio)), steps - warmup)
-        found.set("lr_schedule", "wsd", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
-        found.set("lr_decay", str(decay), "lr_scheduler.decay_ratio")
+        found.assign("lr_schedule", "wsd", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
+        found.assign("lr_decay", str(decay), "lr_scheduler.decay_ratio")
     elif ratio or shape not in ("linear", "cosine"):
         found.mark("changes", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
     else:
-        found.set("lr_schedule", shape, "lr_scheduler.decay_type")
+        found.assign("lr_schedule", shape, "lr_scheduler.decay_type")
 
     mode = found.given("activation_checkpoint.mode") or "selective"
     option = found.given("activation_checkpoint.selective_ac_option") or "2"
     names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
     if mode == "selective" and option == "op":
-        found.set("recompute", "ops", *names)
+        found.assign("recompute", "ops", *names)
     elif mode in ("full", "selective"):
-        found.set("recompute", "blocks", names[0])
+        found.assign("recompute", "blocks", names[0])
         if mode == "selective":
-            found.set("selective_checkpointing", f"every:{option}", names[1])
+            found.assign("selective_checkpointing", f"every:{option}", names[1])
 
 
 _RULES: dict[str, Callable[[Translation], None]] = {
@@ -288,7 +288,7 @@ _RULES: dict[str, Callable[[Translation], None]] = {
 
 def _combine_model(found: Translation) -> None:
     get = found.get
-    put = found.set
+    put = found.assign
     if get("_half"):
         _, keys_of_precision = found.flags["precision"]
         precision = get("precision") if keys_of_precision else get("_half")
@@ -314,7 +314,7 @@ def _combine_model(found: Translation) -> None:
 def _combine_batch(found: Translation) -> None:
     """A pipeline here divides the batch of a rank; elsewhere a rank's steps are its micro-batches."""
     get = found.get
-    put = found.set
+    put = found.assign
     if found.size("pp_size", 1) <= 1 or "pp_micro_batch_size" in found.flags:
         return
     put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
@@ -342,10 +342,10 @@ def _combine_schedule(found: Translation) -> None:
             warmup = f"{round(fraction * number(steps))}{unit}"
         else:
             warmup = str(fraction)
-        found.set("warmup", warmup, "_warmup_fraction")
+        found.assign("warmup", warmup, "_warmup_fraction")
     is_whole_run = bool(end) and str(found.get("lr_decay")) == end
     if is_whole_run and found.get("lr_schedule") != "wsd":
-        found.set("lr_decay", None, "lr_decay")
+        found.assign("lr_decay", None, "lr_decay")
 
 
 def _combine_recomputation(found: Translation) -> None:
@@ -354,9 +354,9 @@ def _combine_recomputation(found: Translation) -> None:
         if found.get("_recompute_method") == "block":
             total = found.size("num_layers", layers)
             share = f"{min(layers * found.size('pp_size', 1), total)}/{total}"
-            found.set("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
+            found.assign("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
         else:
-            found.set("recompute_segment", layers, "_recompute_layers", "_recompute_method")
+            found.assign("recompute_segment", layers, "_recompute_layers", "_recompute_method")
 
 
 def _other_axes(found: Translation) -> int:
@@ -375,12 +375,12 @@ def _combine_data(found: Translation) -> None:
         if names.count(name) > 1:
             names[i] = f"{name}_{i}"
     sources = (kind, "_data_weights", "_split")
-    found.set("data_path", "data", *sources)
-    found.set("datasets", names, *sources)
+    found.assign("data_path", "data", *sources)
+    found.assign("datasets", names, *sources)
     if weights and len(weights) != len(names):
         found.drop("_data_weights", "undecided")
     elif len(names) > 1 and weights:
-        found.set("weights", weights, *sources)
+        found.assign("weights", weights, *sources)
 
     if kind == "_dataset":
         command = "prepare"

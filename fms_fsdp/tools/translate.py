@@ -241,8 +241,10 @@ def _toml(value: Any) -> str:
     return str(value)
 
 
-def figures(found: Translation) -> Iterator[str]:
+def figures(found: Translation, path: str = "run.toml") -> Iterator[str]:
     """Yields the parameters, the batch and the length of the run, unless they depend on what is not known.
+
+    path   of the translation, for the command that predicts its memory
 
     Raises:
         UserError: a launch would reject the flags.
@@ -263,8 +265,13 @@ def figures(found: Translation) -> Iterator[str]:
     rows = sequences_per_step(found)
     if training.global_batch_size:
         doubtful -= _BATCH - {"global_batch_size", "seq_length"}
+    command = f"estimate --config={path} --device=h100_80gb --num_devices={found.num_devices}"
     if rows and not doubtful & _BATCH:
         yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
+        if not training.global_batch_size:
+            command += f" --global_batch_size={rows}"
+    if found.num_devices:
+        yield f"memory: python -m fms_fsdp {command}"
 
     if training.num_epochs:
         yield f"steps: those of {training.num_epochs} epochs of the data"
@@ -308,8 +315,7 @@ def recognize(kinds: set[str], keys: list[Key]) -> str:
         if programs:
             found = f"are keys of {' and '.join(programs)}"
         raise UserError(
-            f"the keys {found}; set --from to one of {', '.join(PROGRAMS)}; "
-            f"{_WITHOUT_THEM}"
+            f"the keys {found}; set --from to one of {', '.join(PROGRAMS)}; {_WITHOUT_THEM}"
         )
     return programs[0]
 
@@ -396,19 +402,15 @@ def main(config: TranslateConfig, words: Sequence[str] = ()) -> None:
     text = [f"{program.title} ({program.table['versions']}): {counted(len(found.keys), 'key')}"]
     text += report(found)
     try:
-        text += figures(found)
+        text += figures(found, config.output or "run.toml")
     except UserError as error:
         is_valid = False
         text.append(f"does not run as it is: {error}")
-    output = config.output or "run.toml"
-    if found.num_devices:
-        text.append(
-            f"memory: python -m fms_fsdp estimate --config={output} --device=h100_80gb "
-            f"--num_devices={found.num_devices}"
-        )
     if config.output:
-        write_atomically(Path(output), "\n".join(lines) + "\n")
-        text.append(f"wrote {output}; train: python main_training.py --config={output}")
+        write_atomically(Path(config.output), "\n".join(lines) + "\n")
+        text.append(
+            f"wrote {config.output}; train: python main_training.py --config={config.output}"
+        )
     else:
         print("\n".join(lines) + "\n")
         text = [f"# {line}" for line in text]  # so that all of the output is TOML

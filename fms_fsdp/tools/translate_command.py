@@ -72,7 +72,10 @@ class Launcher:
         nodes = get("nodes") or env("SLURM_NNODES", "")
         match self.name:
             case "torchrun":
-                return [get("nnodes", env("PET_NNODES", "1")), get("nproc_per_node", env("PET_NPROC_PER_NODE", "1"))]
+                return [
+                    get("nnodes", env("PET_NNODES", "1")),
+                    get("nproc_per_node", env("PET_NPROC_PER_NODE", "1")),
+                ]
             case "deepspeed":
                 return [count_slots(self.options)]
             case "srun" if "ntasks_per_node" in self.options and "ntasks" not in self.options:
@@ -148,7 +151,9 @@ def read_command(words: list[str]) -> Command:
             words = _inner_words(" ".join(words[1:2]))
         else:
             check_is_no_script(word)
-    raise UserError("the command starts no Python program; name one that ends in .py, or follows -m")
+    raise UserError(
+        "the command starts no Python program; name one that ends in .py, or follows -m"
+    )
 
 
 def _read_deepy(launcher: Launcher, words: list[str]) -> list[str]:

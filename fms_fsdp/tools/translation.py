@@ -161,7 +161,7 @@ class Translation:
         """Returns the number that a flag has."""
         return number(self.get(name, default))
 
-    def set(self, name: str, value: Any, *sources: str) -> None:
+    def assign(self, name: str, value: Any, *sources: str) -> None:
         """Sets a flag. Its sources are flags, whose keys it takes, and keys, which are then written.
 
         Raises:
