@@ -172,8 +172,6 @@ def _megatron(found: Translation) -> None:
         found.drop("rampup_batch_size", "no effect")
     if found.get("num_samples"):
         _keep_full_steps(found)
-    if "data_path" in found.keys and "_split" not in found.flags:
-        found.assign("_split", "969,30,1")
 
 
 def _keep_full_steps(found: Translation) -> None:
@@ -208,9 +206,6 @@ def sequences_per_step(found: Translation) -> int:
 
 
 def _nxd(found: Translation) -> None:
-    multiple = found.given("model.make_vocab_size_divisible_by")
-    if not multiple and not found.has_known_shape:
-        found.assign("_vocab_multiple", 128)
     names = ("trainer.devices", "trainer.num_nodes")
     if found.num_devices:
         found.mark("no effect", *names)

@@ -130,15 +130,11 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
         found.flags["hf_config"] = hf_config, ()
     for key in keys:
         found.status[key] = _assign(found, program, key)
-    has_shape = bool({"hf_config", "init_from_hf", "model_variant"} & found.flags.keys())
     doubtful = found.doubtful
-    for name, value in program.absent.items():
-        is_shape = name == "_vocab_multiple"
-        if name in TABLE:
-            # No shape of others contains whether it is scaled.
-            is_shape = TABLE[name].section == "model" and name != "residual_scaled_init"
-        if is_shape and has_shape:
-            continue
+    defaults = program.merged("absent")
+    if not {"hf_config", "init_from_hf", "model_variant"} & found.flags.keys():
+        defaults |= program.merged("absent_shape")
+    for name, value in defaults.items():
         if name not in found.flags and name not in doubtful:
             found.flags[name] = value, ()
     combine(found)
@@ -165,7 +161,7 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
     if key.undecided:
         is_harmless = listed == "no effect" and not program.has_flags(name)
         return "no effect" if is_harmless else "undecided"
-    if name in program.lists["rules"]:
+    if name in program.words("rules"):
         return "default"  # unless program_rules.py finds an effect
     if key.value is None:  # the program's own default
         return "no effect" if program.has_flags(name) or listed else "unknown"
@@ -308,7 +304,7 @@ def recognize(kinds: set[str], keys: list[Key]) -> str:
     for name in PROGRAMS:
         program = Program(name)
         is_format = kinds <= {*program.table["formats"], "config.json"}
-        if is_format and names & set(program.lists["marks"]):
+        if is_format and names & set(program.words("marks")):
             programs.append(name)
     if len(programs) != 1:
         found = "are of no known program"

@@ -62,45 +62,44 @@ class Program:
     """The table of a program, with the tables that it is based on."""
 
     def __init__(self, name: str) -> None:
-        tables = other_programs()["programs"]
-        self.table = tables[name]
+        programs = other_programs()["programs"]
         self.name = name
+        self.table = programs[name]
         self.title = self.table["title"]
+        self.tables = [*(programs[base] for base in self.table.get("bases", ())), self.table]
+        self.values = self.merged("values")
         self.flags = dict[str, list[tuple[str, str]]]()  # key -> flags, each with a conversion
-        self.values = dict[str, dict[str, Any]]()
-        self.absent = dict[str, Any]()
-        self.decides = list[tuple[str, str]]()  # a flag, and a pattern of keys
-        self.lists = dict[str, list[str]]()
-        for table in [*(tables[base] for base in self.table.get("bases", ())), self.table]:
+        for table in self.tables:
             for key in table.get("same", "").split():
                 self.flags.setdefault(key, []).append((key.rpartition(".")[2], ""))
             for flag, sources in table.get("flags", {}).items():
                 for source in [sources] if isinstance(sources, str) else sources:
                     key, _, conversion = source.partition(" ")
                     self.flags.setdefault(key, []).append((flag, conversion))
-            for flag, patterns in table.get("decides", {}).items():
-                self.decides += [(flag, pattern) for pattern in patterns.split()]
-            self.values |= table.get("values", {})
-            self.absent |= table.get("absent", {})
-            for status in ("rules", "marks", "others", "changes", "no_effect"):
-                self.lists.setdefault(status, []).extend(table.get(status, "").split())
+
+    def merged(self, name: str) -> dict[str, Any]:
+        """Returns a table of all tables; the program's own comes last."""
+        found = dict[str, Any]()
+        for table in self.tables:
+            found |= table.get(name, {})
+        return found
+
+    def words(self, name: str) -> list[str]:
+        return " ".join(table.get(name, "") for table in self.tables).split()
 
     def is_other(self, file: str) -> bool:
         """Returns whether a Python file of the program trains another model, such as BERT."""
-        return any(fnmatchcase(file, pattern) for pattern in self.lists["others"])
+        return any(fnmatchcase(file, pattern) for pattern in self.words("others"))
 
     def has_flags(self, name: str) -> bool:
-        return name in self.flags or name in self.values or name in self.lists["rules"]
+        return name in self.flags or name in self.values or name in self.words("rules")
 
     def list_of(self, name: str) -> str:
         """Returns the list of a key without a flag, or ""."""
-        statuses = {"changes": "changes", "no_effect": "no effect"}
-        for status, title in statuses.items():
-            if name in self.lists[status]:
-                return title
-        for status, title in statuses.items():  # a name itself comes before any pattern
-            if any(fnmatchcase(name, pattern) for pattern in self.lists[status]):
-                return title
+        for is_match in (str.__eq__, fnmatchcase):  # a name itself comes before any pattern
+            for status in ("changes", "no_effect"):
+                if any(is_match(name, pattern) for pattern in self.words(status)):
+                    return status.replace("_", " ")
         return ""
 
     def flags_of(self, name: str) -> set[str]:
@@ -108,7 +107,11 @@ class Program:
         flags = {flag for flag, _ in self.flags.get(name, ())}
         for chosen in self.values.get(name, {}).values():
             flags |= chosen.keys()
-        return flags | {flag for flag, pattern in self.decides if fnmatchcase(name, pattern)}
+        for table in self.tables:
+            for flag, patterns in table.get("decides", {}).items():
+                if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+                    flags.add(flag)
+        return flags
 
 
 @dataclass
