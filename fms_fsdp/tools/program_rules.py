@@ -24,6 +24,8 @@ _NEOX_EPSILONS = {
     "rmsnorm": "rms_norm_epsilon",
     "scalenorm": "scalenorm_epsilon",
 }
+_BATCH = {"batch_size", "grad_accum_steps", "global_batch_size", "num_devices"}
+_BATCH |= {"tp_size", "cp_size", "pp_size"}
 _PATHS = ("_prefixes", "_tokens", "_dataset")  # of the data: for convert, convert and prepare
 
 
@@ -197,10 +199,11 @@ def _keep_full_steps(found: Translation) -> None:
 
 def sequences_per_step(found: Translation) -> int:
     """Returns the global batch; 0 if it is not known."""
-    if found.get("global_batch_size"):
+    doubtful = found.doubtful
+    if found.get("global_batch_size") and "global_batch_size" not in doubtful:
         return int(found.size("global_batch_size"))
-    ranks, remainder = divmod(found.num_devices or 0, _other_axes(found))
-    if remainder:
+    ranks, remainder = divmod(found.num_devices, _other_axes(found))
+    if remainder or doubtful & _BATCH:
         return 0
     return int(ranks * found.size("batch_size") * found.size("grad_accum_steps", 1))
 
@@ -244,6 +247,21 @@ def _torchtitan(found: Translation) -> None:
     else:
         found.mark("no effect", "parallelism.pipeline_parallel_microbatch_size")
 
+    if found.get("num_steps"):
+        _set_titan_schedule(found)
+
+    mode = found.given("activation_checkpoint.mode") or "selective"
+    option = found.given("activation_checkpoint.selective_ac_option") or "2"
+    names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
+    if mode == "selective" and option == "op":
+        found.assign("recompute", "ops", *names)
+    elif mode in ("full", "selective"):
+        found.assign("recompute", "blocks", names[0])
+        if mode == "selective":
+            found.assign("selective_checkpointing", f"every:{option}", names[1])
+
+
+def _set_titan_schedule(found: Translation) -> None:
     steps = found.size("num_steps")
     warmup = min(found.size("warmup"), steps)
     found.assign("warmup", str(warmup), "warmup")
@@ -257,16 +275,6 @@ def _torchtitan(found: Translation) -> None:
         found.mark("changes", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
     else:
         found.assign("lr_schedule", shape, "lr_scheduler.decay_type")
-
-    mode = found.given("activation_checkpoint.mode") or "selective"
-    option = found.given("activation_checkpoint.selective_ac_option") or "2"
-    names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
-    if mode == "selective" and option == "op":
-        found.assign("recompute", "ops", *names)
-    elif mode in ("full", "selective"):
-        found.assign("recompute", "blocks", names[0])
-        if mode == "selective":
-            found.assign("selective_checkpointing", f"every:{option}", names[1])
 
 
 _RULES: dict[str, Callable[[Translation], None]] = {

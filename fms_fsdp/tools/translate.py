@@ -54,8 +54,6 @@ _COUNTED = set(
     head_dim vocab_size vocab_multiple_of tie_embeddings norm qk_norm activation bias qkv_bias pos_emb
     relative_buckets max_seq_len seq_length""".split()
 )
-_BATCH = {"batch_size", "grad_accum_steps", "global_batch_size", "num_devices"}
-_BATCH |= {"seq_length", "tp_size", "cp_size", "pp_size"}
 _LENGTH = {"num_steps", "num_samples", "num_tokens", "num_epochs", "rampup_batch_size"}
 _SCHEDULE = {"lr_schedule", "warmup", "lr_decay", "constant_steps"}
 
@@ -99,7 +97,7 @@ def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns our flags, and the words of another program's command after them; files stay with the flags."""
     flags = list[str]()
     words = list(argv)
-    while words and words[0].startswith("--"):
+    while words and words[0].startswith("-"):
         word = words.pop(0)
         if word == "--":
             return flags, words
@@ -258,30 +256,23 @@ def figures(found: Translation, path: str = "run.toml") -> Iterator[str]:
             total = f"{others:,}, and {per_token:,} per token of the data's vocabulary"
         yield f"parameters: {total}"
 
-    rows = sequences_per_step(found)
-    if training.global_batch_size:
-        doubtful -= _BATCH - {"global_batch_size", "seq_length"}
     command = f"estimate --config={path} --device=h100_80gb --num_devices={found.num_devices}"
-    if rows and not doubtful & _BATCH:
+    rows = sequences_per_step(found)
+    if rows and "seq_length" not in doubtful:
         yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
-        if not training.global_batch_size:
-            command += f" --global_batch_size={rows}"
+    if rows and not training.global_batch_size:
+        command += f" --global_batch_size={rows}"
     if found.num_devices:
         yield f"memory: python -m fms_fsdp {command}"
 
     if training.num_epochs:
         yield f"steps: those of {training.num_epochs} epochs of the data"
+    needs_batch = training.num_steps is None or training.rampup
+    if training.num_epochs or doubtful & _LENGTH or (needs_batch and not rows):
         return
-    if not rows:
-        rows = 1
-        doubtful |= _BATCH
     # The length and the schedule are those of one rank.
-    batch = BatchPlan(rows, 1, 1, training.rampup, True)
+    batch = BatchPlan(rows or 1, 1, 1, training.rampup, True)
     steps = last_step(training, batch, length)
-    if training.num_steps and not training.rampup:
-        doubtful -= _BATCH
-    if doubtful & (_LENGTH | _BATCH):
-        return
     yield f"steps: {steps:,}"
     run = RunLength(steps, length, lambda step: batch.samples_in(step) * length)
     points = find_milestones(config.optim, run, in_tokens=bool(batch.rampup))

@@ -168,6 +168,7 @@ def _read_deepy(launcher: Launcher, words: list[str]) -> list[str]:
 
 def _inner_words(text: str) -> list[str]:
     """Returns the words of the command with options in `bash -c TEXT`."""
+    text = text.replace("\\\n", " ")
     lexer = shlex.shlex(re.sub(_REDIRECTION, " ", text), posix=True, punctuation_chars=_ENDS)
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True

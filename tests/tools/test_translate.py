@@ -798,6 +798,7 @@ def test_srun_in_a_job_has_its_tasks(
         ),
         ("$START --lr 4", {"train_iters": "6", "lr": "4"}),
         ("torchrun x.py --train-iters 5 --lr 3\nwait", {"lr": "3"}),
+        ("torchrun x.py --train-iters 5 \\\n --lr 3 --seed 4", {"lr": "3", "seed": "4"}),
     ],
 )
 def test_text_of_bash_is_split_once(
@@ -892,6 +893,7 @@ def test_our_flags_end_before_the_command() -> None:
     expected = ["--allow_missing=true", *flags[1:]]
     assert split([*flags, *command]) == (expected, command)
     assert split([*flags, "--", *command]) == (expected, command)
+    assert split(["-h"]) == (["-h"], [])
     assert split(["--allow_missing", "a.yml", "--output=b"]) == (
         ["--allow_missing=true", "a.yml", "--output=b"],
         [],
@@ -1042,6 +1044,22 @@ def _steps_of_megatron(samples: int, end: int, start: int, increment: int, ramp:
         consumed += start + int(consumed / per_increment) * increment
         steps += 1
     return steps + (samples - consumed) // end
+
+
+def test_samples_are_kept_where_the_batch_is_not_known() -> None:
+    words = f"{PRETRAIN.replace('--train-iters 1000', '--train-samples 1000')}"
+    found = convert(f"{words} --global-batch-size '$G'")[1]
+    assert found.get("num_samples") == "1000" and found.get("lr_decay") is None
+
+
+@pytest.mark.parametrize(
+    ("program", "option"),
+    [("main_training.py --model_variant 7b", "num_steps"), ("x.py --model.flavor 8B", "training.steps")],
+)
+def test_nothing_follows_from_unknown_steps(program: str, option: str) -> None:
+    found = convert(f"torchrun --nproc_per_node 8 {program} --{option} '$X'")[1]
+    assert not {"num_steps", "warmup", "lr_decay"} & {*found.flags, *found.missing}
+    assert not [line for line in translate.figures(found) if line.startswith("s")]
 
 
 @pytest.mark.parametrize(("steps", "ours"), [(1000, "0.587"), (1_000_000, "0.551")])
