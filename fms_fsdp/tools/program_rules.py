@@ -56,7 +56,7 @@ def combine(found: Translation) -> None:
 
 
 def _upstream(found: Translation) -> None:
-    steps = found.size("num_steps")
+    steps = found.get("num_steps", 0)
     if steps:
         warmup = min(2000, steps // 20)
         found.assign("warmup", str(warmup), "num_steps")
@@ -66,7 +66,7 @@ def _upstream(found: Translation) -> None:
             "its cosine starts at step 0, this one after the warmup: halfway 0.550 and "
             f"{ours:.3f} of the peak"
         )
-    if found.get("use_dummy_dataset") in (True, "True", "true"):
+    if found.get("use_dummy_dataset"):
         for name in ("datasets", "weights", "sep_token"):
             found.flags.pop(name, None)
 
@@ -99,7 +99,7 @@ def _neox(found: Translation) -> None:
     found.mark("default" if is_full_attention else "changes", "attention_config")
     if found.given("lr_decay_style") == "cosine":
         decay = found.get("lr_decay")
-        if decay and number(decay) < found.size("num_steps"):
+        if decay and number(decay) < found.get("num_steps", 0):
             found.notes.append("its cosine rises again after lr_decay_iters; here the rate stays")
     paths = found.get("_prefixes")
     if "data_path" in found.keys and "_split" not in found.flags:
@@ -125,7 +125,7 @@ def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
     if not hidden and not given:
         return
     multiple = found.number_of("mlp_multiple_of", 1)
-    width = found.number_of("intermediate_size", 0) or 4 * number(hidden)
+    width = found.number_of("intermediate_size", 0) or 4 * hidden
     if is_llama:
         multiple = 256
         width = int(width * 2 / 3)
@@ -163,14 +163,14 @@ def _megatron(found: Translation) -> None:
         found.assign("vocab_multiple_of", rows, "pad_vocab_size_to")
     hidden = found.get("hidden_size")
     if hidden and not found.get("ffn_hidden_size"):
-        width = 4 * number(hidden)
+        width = 4 * hidden
         if found.get("activation") == "swiglu":
             width = int(width * 2 / 3) // 64 * 64
         found.assign("ffn_hidden_size", width, "hidden_size")
     if found.given("eval_iters") == "0":
         found.assign("eval_interval", 0, "eval_iters", "eval_interval")
     ramp = found.get("rampup_batch_size")
-    if ramp and number(ramp[0]) >= found.size("global_batch_size", 2**62):  # it never rises
+    if ramp and ramp[0] >= found.get("global_batch_size", 2**62):  # it never rises
         found.drop("rampup_batch_size", "no effect")
     if found.get("num_samples"):
         _keep_full_steps(found)
@@ -178,15 +178,15 @@ def _megatron(found: Translation) -> None:
 
 def _keep_full_steps(found: Translation) -> None:
     """Rounds the samples down to full steps. Of tokens and samples the run ends with the earlier."""
-    samples = found.size("num_samples")
-    tokens = found.size("num_tokens")
+    samples = found.get("num_samples", 0)
+    tokens = found.get("num_tokens", 0)
     if tokens:
-        is_later = tokens <= samples * found.size("seq_length", 1)
+        is_later = tokens <= samples * found.get("seq_length", 1)
         found.drop("num_samples" if is_later else "num_tokens", "no effect")
     rows = sequences_per_step(found)
     if not rows or not found.get("num_samples"):
         return
-    ramp = tuple(map(number, found.get("rampup_batch_size") or ()))
+    ramp = found.get("rampup_batch_size") or ()
     batch = BatchPlan(rows, 1, 1, ramp, True)
     steps = batch.steps_for(samples)
     is_in_ramp = bool(ramp) and batch.samples_in(steps - 1) <= ramp[2]
@@ -201,11 +201,11 @@ def sequences_per_step(found: Translation) -> int:
     """Returns the global batch; 0 if it is not known."""
     doubtful = found.doubtful
     if found.get("global_batch_size") and "global_batch_size" not in doubtful:
-        return int(found.size("global_batch_size"))
+        return int(found.get("global_batch_size"))
     ranks, remainder = divmod(found.num_devices, _other_axes(found))
     if remainder or doubtful & _BATCH:
         return 0
-    return int(ranks * found.size("batch_size") * found.size("grad_accum_steps", 1))
+    return int(ranks * found.get("batch_size", 0) * found.get("grad_accum_steps", 1))
 
 
 def _nxd(found: Translation) -> None:
@@ -241,7 +241,7 @@ def _torchtitan(found: Translation) -> None:
     if shards > 0 and not found.num_devices:
         found.assign("_num_devices", replicas * shards * _other_axes(found), *names)
 
-    if found.size("pp_size", 1) > 1:
+    if found.get("pp_size", 1) > 1:
         size = found.number_of("parallelism.pipeline_parallel_microbatch_size", 1)
         found.assign("pp_micro_batch_size", size, "parallelism.pipeline_parallel_microbatch_size")
     else:
@@ -262,8 +262,8 @@ def _torchtitan(found: Translation) -> None:
 
 
 def _set_titan_schedule(found: Translation) -> None:
-    steps = found.size("num_steps")
-    warmup = min(found.size("warmup"), steps)
+    steps = found.get("num_steps", 0)
+    warmup = min(number(found.get("warmup")), steps)
     found.assign("warmup", str(warmup), "warmup")
     ratio = found.given("lr_scheduler.decay_ratio")
     shape = found.given("lr_scheduler.decay_type") or "linear"
@@ -307,7 +307,7 @@ def _combine_model(found: Translation) -> None:
         found.has_vocabulary = has_variant and not get("_tokenizer")
     multiple = get("_vocab_multiple")
     if multiple:
-        rows = multiple * found.size("tp_size", 1)
+        rows = multiple * found.get("tp_size", 1)
         put("vocab_multiple_of", rows, "_vocab_multiple", "tp_size")
     has_shape = bool(set(SHAPE.split()) & found.flags.keys())
     if has_shape and not get("hf_config") and not get("model_variant"):
@@ -318,14 +318,14 @@ def _combine_batch(found: Translation) -> None:
     """A pipeline here divides the batch of a rank; elsewhere a rank's steps are its micro-batches."""
     get = found.get
     put = found.assign
-    if found.size("pp_size", 1) <= 1 or "pp_micro_batch_size" in found.flags:
+    if found.get("pp_size", 1) <= 1 or "pp_micro_batch_size" in found.flags:
         return
     put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
     micro = found.flags.pop("batch_size", None)
     if get("global_batch_size"):
         put("grad_accum_steps", 1, "pp_micro_batch_size")
     elif micro is not None:
-        rows = number(micro[0]) * found.size("grad_accum_steps", 1)
+        rows = micro[0] * found.get("grad_accum_steps", 1)
         put("batch_size", rows, "pp_micro_batch_size", "grad_accum_steps")
         put("grad_accum_steps", 1, "grad_accum_steps")
 
@@ -333,9 +333,9 @@ def _combine_batch(found: Translation) -> None:
 def _combine_schedule(found: Translation) -> None:
     end = ""
     if found.get("num_steps"):
-        end = str(found.size("num_steps"))
+        end = str(found.get("num_steps", 0))
     elif found.get("num_samples"):
-        end = f"{found.size('num_samples')}samples"
+        end = f"{found.get('num_samples', 0)}samples"
     fraction = found.get("_warmup_fraction")
     if fraction is not None:  # of the decay
         length = str(found.get("lr_decay") or end)
@@ -355,8 +355,8 @@ def _combine_recomputation(found: Translation) -> None:
     layers = found.get("_recompute_layers")
     if layers and found.get("recompute") == "blocks":
         if found.get("_recompute_method") == "block":
-            total = found.size("num_layers", layers)
-            share = f"{min(layers * found.size('pp_size', 1), total)}/{total}"
+            total = found.get("num_layers", layers)
+            share = f"{min(layers * found.get('pp_size', 1), total)}/{total}"
             found.assign("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
         else:
             found.assign("recompute_segment", layers, "_recompute_layers", "_recompute_method")
@@ -364,20 +364,26 @@ def _combine_recomputation(found: Translation) -> None:
 
 def _other_axes(found: Translation) -> int:
     """Returns the number of devices that read the same sequences."""
-    return math.prod(max(1, found.size(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
+    return math.prod(max(1, found.get(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
 
 
 def _combine_data(found: Translation) -> None:
     """Names the sources of the data, and adds the command that makes their shards."""
-    kind = next((each for each in _PATHS if found.get(each) not in (None, True)), "")
+    kind = next((each for each in _PATHS if found.get(each)), "")
     if not kind:
         return
-    paths, weights = _read_sources(found, kind)
+    paths = found.get(kind)
+    if not isinstance(paths, list):
+        paths = str(paths).split(",")
+    weights = found.get("_data_weights")
+    if len(paths) > 1 and parse_number(str(paths[0])) is not None:  # 0.3 a 0.7 b
+        weights = paths[::2]
+        paths = paths[1::2]
     names = [re.sub("(_text)?(_document)?$", "", Path(path).name) or "data" for path in paths]
     for i, name in enumerate(list(names)):
         if names.count(name) > 1:
             names[i] = f"{name}_{i}"
-    sources = (kind, "_data_weights", "_split")
+    sources = ("_data_weights", kind, "_split")
     found.assign("data_path", "data", *sources)
     found.assign("datasets", names, *sources)
     if weights and len(weights) != len(names):
@@ -385,47 +391,11 @@ def _combine_data(found: Translation) -> None:
     elif len(names) > 1 and weights:
         found.assign("weights", weights, *sources)
 
-    if kind == "_dataset":
-        command = "prepare"
-        files = [f"FOLDER_OF_{path}" for path in paths]
-    elif kind == "_prefixes":
-        command = "convert"
-        files = [f"{path}.idx" for path in paths]
-    else:
-        command = "convert"
-        files = paths
-    inputs = ",".join(f"{name}={file}" for name, file in zip(names, files, strict=True))
+    command = "prepare" if kind == "_dataset" else "convert"
+    pattern = {"_dataset": "{}=FOLDER_OF_{}", "_prefixes": "{}={}.idx"}.get(kind, "{}={}")
+    inputs = ",".join(map(pattern.format, names, paths))
     options = f"--input={shlex.quote(inputs)} --output=data"
     split = re.sub(r"[\[\] ]", "", str(found.get("_split") or ""))
     if split:
         options += f" --split={split}"
     found.commands.append(f"python -m fms_fsdp {command} {options} --tokenizer=TOKENIZER")
-
-
-def _read_sources(found: Translation, kind: str) -> tuple[list[str], list[Any]]:
-    """Returns the paths of the data and their weights, if it has some.
-
-    Raises:
-        UserError: a weight is not a number.
-    """
-    given = found.get(kind)
-    if not isinstance(given, list):
-        given = str(given).split(",")
-    items = [str(each) for each in given]
-    if len(items) > 1 and parse_number(items[0]) is not None:  # 0.3 a 0.7 b
-        weights = items[::2]
-        paths = items[1::2]
-        source = kind
-    else:
-        weights = found.get("_data_weights") or []
-        if not isinstance(weights, list):
-            weights = [weights]
-        paths = items
-        source = "_data_weights"
-    try:
-        return paths, [number(weight) for weight in weights]
-    except UserError as error:
-        _, keys = found.flags[source]
-        if not keys:
-            raise
-        raise unusable(keys[0], error) from None

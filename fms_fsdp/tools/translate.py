@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from fms_fsdp.config import flag
 from fms_fsdp.config.batch import BatchPlan, last_step
-from fms_fsdp.config.flag import coerce, flag_table, unused_flags
+from fms_fsdp.config.flag import flag_table, unused_flags
 from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.config.values import counted, must_be_one_of, one_line, shown
 from fms_fsdp.errors import UserError
@@ -38,7 +38,7 @@ from fms_fsdp.tools.translation import (
     Program,
     Translation,
     as_text,
-    check,
+    checked,
     is_off,
     shown_key,
     unusable,
@@ -134,7 +134,7 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
         defaults |= program.merged("absent_shape")
     for name, value in defaults.items():
         if name not in found.flags and name not in doubtful:
-            found.flags[name] = value, ()
+            found.assign(name, value)
     combine(found)
     try:
         for row, *_ in list(unused_flags(found.config)):  # their keys have no effect either
@@ -144,10 +144,10 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
     for key in keys:
         if found.status[key] != "written":
             continue
-        given = [name for name, (_, sources) in found.flags.items() if key in sources]
+        given = {name: value for name, (value, sources) in found.flags.items() if key in sources}
         if not given:
             found.status[key] = "no effect"
-        elif all(map(found.is_default, given)):
+        elif all(name in TABLE and TABLE[name].default == value for name, value in given.items()):
             found.status[key] = "default"
     return found
 
@@ -183,7 +183,7 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
             value = CONVERSIONS[conversion](key.value)
             if value is not None:
                 flags[target] = value
-                check(target, value)
+        flags = {target: checked(target, value) for target, value in flags.items()}
     except (UserError, TypeError) as error:
         raise unusable(key, error) from None
     if not flags:
@@ -194,11 +194,7 @@ def _assign(found: Translation, program: Program, key: Key) -> str:
         return listed or "unknown"
     for target, value in flags.items():
         old, sources = found.flags.get(target, (value, ()))
-        row = TABLE.get(target)
-        is_same = as_text(old) == as_text(value)
-        if not is_same and row is not None:
-            is_same = coerce(row, old) == coerce(row, value)
-        if not is_same and target != "hf_config":
+        if value != old and target != "hf_config":
             return "undecided"
         found.flags[target] = old, (*sources, key)
     return "written"
@@ -214,7 +210,6 @@ def toml_lines(found: Translation) -> Iterator[str]:
         if name not in found.flags:
             continue
         value, keys = found.flags[name]
-        value = coerce(row, value)
         if value == row.default:
             continue
         if row.section != section:

@@ -160,10 +160,6 @@ class Translation:
     def num_devices(self) -> Any:
         return self.get("_num_devices", 0)
 
-    def size(self, name: str, default: int = 0) -> Any:
-        """Returns the number that a flag has."""
-        return number(self.get(name, default))
-
     def assign(self, name: str, value: Any, *sources: str) -> None:
         """Sets a flag. Its sources are flags, whose keys it takes, and keys, which are then written.
 
@@ -178,12 +174,11 @@ class Translation:
                 keys.append(self.keys[source])
                 self.status[self.keys[source]] = "written"
         try:
-            check(name, value)
+            self.flags[name] = checked(name, value), tuple(dict.fromkeys(keys))
         except UserError as error:
             if not keys:
                 raise
             raise unusable(keys[0], error) from None
-        self.flags[name] = value, tuple(dict.fromkeys(keys))
 
     def drop(self, name: str, status: str) -> None:
         """Removes a flag; its keys have a status of their own."""
@@ -195,10 +190,6 @@ class Translation:
         for name in names:
             if name in self.keys:
                 self.status[self.keys[name]] = status
-
-    def is_default(self, name: str) -> bool:
-        row = TABLE.get(name)
-        return row is not None and coerce(row, self.get(name)) == row.default
 
     @property
     def has_known_shape(self) -> bool:
@@ -237,27 +228,25 @@ class Translation:
         Raises:
             UserError: a launch rejects them.
         """
-        values = dict[str, Any]()
-        for name, row in TABLE.items():
-            if name in self.flags:
-                values[name] = coerce(row, self.get(name))
-        return build_config(TrainConfig, values)
+        flags = {name: value for name, (value, _) in self.flags.items() if name in TABLE}
+        return build_config(TrainConfig, flags)
 
     @property
     def is_complete(self) -> bool:
         return not self.missing and not set(STOPPING) & set(self.status.values())
 
 
-def check(name: str, value: Any) -> None:
-    """Checks the value of a flag.
+def checked(name: str, value: Any) -> Any:
+    """Returns the value of a flag in its type.
 
     Raises:
         UserError: the flag does not take it.
     """
     if name in TABLE:
-        coerce(TABLE[name], value)
-    if name in _SIZES and value is not None and number(value) > _MAX_SIZE:
+        value = coerce(TABLE[name], value)
+    if name in _SIZES and isinstance(value, int) and value > _MAX_SIZE:
         raise UserError(f"must be at most {_MAX_SIZE:,}")
+    return value
 
 
 def as_text(value: Any) -> str:

@@ -511,7 +511,11 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
 )
 def test_value_becomes_flags(tmp_path: Path, name: str, text: str, flags: dict[str, Any]) -> None:
     found = convert_text(tmp_path, name, text)
-    assert {flag: found.get(flag) for flag in flags} == flags
+    expected = {
+        flag: None if value is None else translation.checked(flag, value)
+        for flag, value in flags.items()
+    }
+    assert {flag: found.get(flag) for flag in flags} == expected
 
 
 @pytest.mark.parametrize(
@@ -815,15 +819,15 @@ def test_text_of_bash_is_split_once(
 @pytest.mark.parametrize(
     ("options", "value", "status"),
     [
-        ("--lr 1e-4 --min-lr 0 --lr 1e-3", "1e-3", ""),  # the last one counts
-        ("--lr=1e-3", "1e-3", ""),
+        ("--lr 1e-4 --min-lr 0 --lr 1e-3", 1e-3, ""),  # the last one counts
+        ("--lr=1e-3", 1e-3, ""),
         ("--lr --min-lr 0", None, "undecided"),
         ("--lr '' --min-lr 0", None, "undecided"),
         ("--lr '$X'", None, "undecided"),
         ("--learning-r 3", None, ""),
     ],
 )
-def test_option_is_read_as_argparse_does(options: str, value: str | None, status: str) -> None:
+def test_option_is_read_as_argparse_does(options: str, value: float | None, status: str) -> None:
     _, found, keys = convert(f"x.py --train-iters 5 {options}")
     assert found.get("learning_rate") == value
     if status:
@@ -847,7 +851,7 @@ def test_files_among_the_arguments_are_read(
         "--training.steps 70 --compile.enable --training.no-compile"
     )
     program, found, _ = convert(titan)
-    assert (program, found.get("num_steps"), found.num_devices) == ("torchtitan", "70", 8)
+    assert (program, found.get("num_steps"), found.num_devices) == ("torchtitan", 70, 8)
     (tmp_path / "ds.json").write_text(
         '{"zero_optimization": {"stage": 2}, "train_batch_size": 512}'
     )
@@ -1049,12 +1053,15 @@ def _steps_of_megatron(samples: int, end: int, start: int, increment: int, ramp:
 def test_samples_are_kept_where_the_batch_is_not_known() -> None:
     words = f"{PRETRAIN.replace('--train-iters 1000', '--train-samples 1000')}"
     found = convert(f"{words} --global-batch-size '$G'")[1]
-    assert found.get("num_samples") == "1000" and found.get("lr_decay") is None
+    assert found.get("num_samples") == 1000 and found.get("lr_decay") is None
 
 
 @pytest.mark.parametrize(
     ("program", "option"),
-    [("main_training.py --model_variant 7b", "num_steps"), ("x.py --model.flavor 8B", "training.steps")],
+    [
+        ("main_training.py --model_variant 7b", "num_steps"),
+        ("x.py --model.flavor 8B", "training.steps"),
+    ],
 )
 def test_nothing_follows_from_unknown_steps(program: str, option: str) -> None:
     found = convert(f"torchrun --nproc_per_node 8 {program} --{option} '$X'")[1]
@@ -1184,8 +1191,8 @@ def test_endless_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("a.yml", NEOX.encode() + b"seq-length: 100000000000", "must be at most 4,194,304"),
         (
             "a.yml",
-            NEOX.encode() + b"train_data_paths: [a]\ntrain_data_weights: [x]",
-            "train_data_weights = ['x'] cannot be used: must be a number",
+            NEOX.encode() + b"train_data_paths: [a, b]\ntrain_data_weights: [1, x]",
+            "train_data_weights = [1, 'x'] cannot be used: --weights=x must be a number",
         ),
     ],
 )
