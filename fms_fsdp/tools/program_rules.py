@@ -11,13 +11,11 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fms_fsdp.config.batch import BatchPlan
 from fms_fsdp.config.values import counted, parse_number
-from fms_fsdp.errors import UserError
 from fms_fsdp.tools.translate_command import count_slots
-from fms_fsdp.tools.translation import BASE, SHAPE, Translation, number, unusable
+from fms_fsdp.tools.translation import BASE, SHAPE, Translation, number
 
 _NEOX_EPSILONS = {
     "layernorm": "layernorm_epsilon",
@@ -186,7 +184,7 @@ def _keep_full_steps(found: Translation) -> None:
     rows = sequences_per_step(found)
     if not rows or not found.get("num_samples"):
         return
-    ramp = found.get("rampup_batch_size") or ()
+    ramp = tuple(found.get("rampup_batch_size", ()))
     batch = BatchPlan(rows, 1, 1, ramp, True)
     steps = batch.steps_for(samples)
     is_in_ramp = bool(ramp) and batch.samples_in(steps - 1) <= ramp[2]

@@ -55,7 +55,7 @@ _COUNTED = set(
     relative_buckets max_seq_len seq_length""".split()
 )
 _LENGTH = {"num_steps", "num_samples", "num_tokens", "num_epochs", "rampup_batch_size"}
-_SCHEDULE = {"lr_schedule", "warmup", "lr_decay", "constant_steps"}
+_SCHEDULE = {"lr_schedule", "warmup", "lr_decay", "constant_steps", "seq_length"}
 
 
 @dataclass(frozen=True)
@@ -262,8 +262,10 @@ def figures(found: Translation, path: str = "run.toml") -> Iterator[str]:
 
     if training.num_epochs:
         yield f"steps: those of {training.num_epochs} epochs of the data"
-    needs_batch = training.num_steps is None or training.rampup
-    if training.num_epochs or doubtful & _LENGTH or (needs_batch and not rows):
+    if training.num_steps is None or training.rampup:
+        if not rows or "seq_length" in doubtful:
+            return
+    if training.num_epochs or doubtful & _LENGTH:
         return
     # The length and the schedule are those of one rank.
     batch = BatchPlan(rows or 1, 1, 1, training.rampup, True)

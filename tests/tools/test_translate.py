@@ -944,6 +944,11 @@ def test_no_figure_depends_on_what_is_not_known(capsys: pytest.CaptureFixture[st
         ("a.yml", WHOLE + "use_bias_in_mlp: false", "parameters"),
         ("a.yml", WHOLE + "moe_num_experts: 4", "parameters"),
         ("", f"{PRETRAIN} --lr-decay-style '$S'", "schedule"),
+        (
+            "",
+            PRETRAIN.replace("--train-iters 1000", "--train-tokens 99999") + " --seq-length '$S'",
+            "steps",
+        ),
     ],
 )
 def test_figure_without_counterpart_is_not_printed(
