@@ -215,22 +215,21 @@ def count_slots(options: Mapping[str, str]) -> str:
     These are the slots of the hostfile after --include and --exclude, else nodes x GPUs.
     """
     path, chosen, dropped, nodes, gpus = map(options.get, _SLOTS, [""] * 5)
-    hosts = dict[str, set[str]]()
+    hosts = dict[str, int]()
     for number in (nodes, gpus):
         if number and not number.isdigit():
             return number
     if os.path.isfile(path or _HOSTFILE):
         lines = re.findall(r"(?m)^\s*([^\s#]+)\s+slots=(\d+)", read_text(path or _HOSTFILE))
-        hosts = {host: {str(slot) for slot in range(int(number))} for host, number in lines}
+        hosts = {host: int(slots) for host, slots in lines}
     elif path and not (nodes and gpus):
         return f"the hostfile {path}"
     elif not chosen:
         return str(int(nodes or 1) * int(gpus)) if gpus else ""
-    named = dict[str, set[str]]()
+    used = dict[str, int]() if chosen else dict(hosts)
     for part in filter(None, (chosen or dropped).split("@")):
         host, _, slots = part.partition(":")
-        named[host] = set(slots.split(",")) if slots else hosts.get(host, set())
-    if not chosen:
-        named = {host: slots - named.get(host, set()) for host, slots in hosts.items()}
-    sizes = [len(slots) for slots in named.values() if slots]
+        number_of_slots = len(set(slots.split(","))) if slots else hosts.get(host, 0)
+        used[host] = number_of_slots if chosen else hosts.get(host, 0) - number_of_slots
+    sizes = [size for size in used.values() if size]
     return str(sum(int(gpus or size) for size in sizes[: int(nodes or len(sizes))]))
