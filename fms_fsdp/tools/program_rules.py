@@ -245,7 +245,7 @@ def _torchtitan(found: Translation) -> None:
     else:
         found.mark("no effect", "parallelism.pipeline_parallel_microbatch_size")
 
-    if found.get("num_steps"):
+    if found.get("num_steps") and found.get("warmup"):
         _set_titan_schedule(found)
 
     mode = found.given("activation_checkpoint.mode") or "selective"
@@ -290,7 +290,7 @@ _RULES: dict[str, Callable[[Translation], None]] = {
 def _combine_model(found: Translation) -> None:
     get = found.get
     put = found.assign
-    if get("_half"):
+    if get("_half") and "precision" in found.flags:
         _, keys_of_precision = found.flags["precision"]
         precision = get("precision") if keys_of_precision else get("_half")
         put("precision", precision, "precision", "_half")

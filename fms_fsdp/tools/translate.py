@@ -121,7 +121,7 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
     Raises:
         UserError: a value has the wrong type.
     """
-    keys = [key for key in keys if key.name != "program" or program.is_other(key.value)]
+    keys = [key for key in keys if key.name != "launcher.program" or program.is_other(key.value)]
     by_name = {key.name: key for key in keys}
     found = Translation(program, by_name, notes=program.table.get("notes", []).copy())
     if hf_config:
@@ -336,7 +336,7 @@ def read_input(words: Sequence[str], paths: Sequence[str]) -> tuple[set[str], li
         command = read_command(list(words))
         paths = command.files
         name = Path(command.program).name
-        arguments = [Key("program", name, "command"), *read_arguments(command.arguments, name)]
+        arguments = [Key("launcher.program", name, "command"), *read_arguments(command.arguments, name)]
         arguments += command.devices()
         kinds |= {"arguments"} if command.arguments else set()
         for i, key in reversed(list(enumerate(arguments))):

@@ -87,9 +87,9 @@ class Program:
     def words(self, name: str) -> list[str]:
         return " ".join(table.get(name, "") for table in self.tables).split()
 
-    def is_other(self, file: str) -> bool:
+    def is_other(self, file: object) -> bool:
         """Returns whether a Python file of the program trains another model, such as BERT."""
-        return any(fnmatchcase(file, pattern) for pattern in self.words("others"))
+        return any(fnmatchcase(str(file), pattern) for pattern in self.words("others"))
 
     def has_flags(self, name: str) -> bool:
         return name in self.flags or name in self.values or name in self.words("rules")
@@ -172,7 +172,7 @@ class Translation:
                 keys += self.flags[source][1]
             elif source in self.keys:
                 keys.append(self.keys[source])
-                self.status[self.keys[source]] = "written"
+                self.mark("written", source)
         try:
             self.flags[name] = checked(name, value), tuple(dict.fromkeys(keys))
         except UserError as error:
@@ -186,9 +186,9 @@ class Translation:
         self.status |= dict.fromkeys(keys, status)
 
     def mark(self, status: str, *names: str) -> None:
-        """Sets the status of keys, if the input has them."""
+        """Sets the status of keys, if the input has them and their values are known."""
         for name in names:
-            if name in self.keys:
+            if name in self.keys and not self.keys[name].undecided:
                 self.status[self.keys[name]] = status
 
     @property

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import RunLength, find_milestones
+from fms_fsdp.errors import UserError
 from fms_fsdp.tools import translate, translation
 from fms_fsdp.tools.other_configs import Key
 from fms_fsdp.tools.translate import PROGRAMS, Program
@@ -957,6 +959,30 @@ def test_figure_without_counterpart_is_not_printed(
     found = convert_text(tmp_path, name, text)
     assert found.doubtful and not found.is_complete
     assert not [line for line in translate.figures(found) if line.startswith(figure)]
+
+
+@pytest.mark.parametrize("expected", RUNS, ids=lambda expected: expected.files.split(".")[0])
+def test_hidden_key_changes_no_figure(expected: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A figure that depends on a key is not printed if nobody knows its value."""
+    monkeypatch.chdir(CONFIGS)
+    files = command_of(expected.files, monkeypatch)
+    program, found, keys = convert(files)
+    hf_config = found.get("hf_config", "")
+    known = set(translate.figures(found))
+    assert len(known) >= 3
+    for key in keys:
+        if key.name.startswith("config."):  # the model reads them from the file
+            continue
+        hidden = replace(key, value=None, undecided="only the shell knows")
+        changed = [hidden if each is key else each for each in keys]
+        found = translate.translate(Program(program), changed, hf_config)
+        try:
+            lines = [line for line in translate.figures(found) if not line.startswith("memory")]
+        except UserError:  # weights without sources
+            assert key.name == "datasets"
+            continue
+        assert set(lines) <= known, key.name
+        assert found.status[hidden] in ("undecided", "no effect")
 
 
 @pytest.mark.parametrize(
