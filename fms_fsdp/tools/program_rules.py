@@ -122,7 +122,7 @@ def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
     given = found.given("intermediate_size")
     if not hidden and not given:
         return
-    multiple = found.number_of("mlp_multiple_of", 1)
+    multiple = found.number_of("mlp_multiple_of") or 1
     width = found.number_of("intermediate_size", 0) or 4 * hidden
     if is_llama:
         multiple = 256
@@ -182,9 +182,9 @@ def _keep_full_steps(found: Translation) -> None:
         is_later = tokens <= samples * found.get("seq_length", 1)
         found.drop("num_samples" if is_later else "num_tokens", "no effect")
     rows = sequences_per_step(found)
-    if not rows or not found.get("num_samples"):
-        return
     ramp = tuple(found.get("rampup_batch_size", ()))
+    if not rows or not found.get("num_samples") or len(ramp) not in (0, 3):
+        return
     batch = BatchPlan(rows, 1, 1, ramp, True)
     steps = batch.steps_for(samples)
     is_in_ramp = bool(ramp) and batch.samples_in(steps - 1) <= ramp[2]
@@ -266,7 +266,7 @@ def _set_titan_schedule(found: Translation) -> None:
     ratio = found.given("lr_scheduler.decay_ratio")
     shape = found.given("lr_scheduler.decay_type") or "linear"
     if ratio and shape == "linear":
-        decay = min(round(steps * float(ratio)), steps - warmup)
+        decay = min(round(steps * found.number_of("lr_scheduler.decay_ratio")), steps - warmup)
         found.assign("lr_schedule", "wsd", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
         found.assign("lr_decay", str(decay), "lr_scheduler.decay_ratio")
     elif ratio or shape not in ("linear", "cosine"):
@@ -373,8 +373,9 @@ def _combine_data(found: Translation) -> None:
     paths = found.get(kind)
     if not isinstance(paths, list):
         paths = str(paths).split(",")
+    paths = list(map(str, paths))
     weights = found.get("_data_weights")
-    if len(paths) > 1 and parse_number(str(paths[0])) is not None:  # 0.3 a 0.7 b
+    if len(paths) > 1 and parse_number(paths[0]) is not None:  # 0.3 a 0.7 b
         weights = paths[::2]
         paths = paths[1::2]
     names = [re.sub("(_text)?(_document)?$", "", Path(path).name) or "data" for path in paths]
@@ -385,7 +386,7 @@ def _combine_data(found: Translation) -> None:
     found.assign("data_path", "data", *sources)
     found.assign("datasets", names, *sources)
     if weights and len(weights) != len(names):
-        found.drop("_data_weights", "undecided")
+        found.drop("_data_weights" if "_data_weights" in found.flags else kind, "undecided")
     elif len(names) > 1 and weights:
         found.assign("weights", weights, *sources)
 

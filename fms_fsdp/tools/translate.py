@@ -336,7 +336,10 @@ def read_input(words: Sequence[str], paths: Sequence[str]) -> tuple[set[str], li
         command = read_command(list(words))
         paths = command.files
         name = Path(command.program).name
-        arguments = [Key("launcher.program", name, "command"), *read_arguments(command.arguments, name)]
+        arguments = [
+            Key("launcher.program", name, "command"),
+            *read_arguments(command.arguments, name),
+        ]
         arguments += command.devices()
         kinds |= {"arguments"} if command.arguments else set()
         for i, key in reversed(list(enumerate(arguments))):

@@ -578,6 +578,20 @@ def test_key_without_counterpart_is_listed(
     assert {key: statuses[key] for key in status} == status
 
 
+def test_odd_values_of_data_are_named(tmp_path: Path) -> None:
+    found = convert(f"{PRETRAIN} --data-path 0.5 a 0.5")[1]
+    assert found.status[found.keys["data_path"]] == "undecided"
+    found = convert_text(
+        tmp_path, "a.yml", WHOLE.replace("data-path: a", "train_data_paths: [1, 2]")
+    )
+    assert found.get("datasets") == ("2",)  # a weight and a path
+    found = convert_text(tmp_path, "a.yml", WHOLE + "mlp_multiple_of: 0")
+    assert found.get("ffn_hidden_size") == 4 * 4096
+    words = PRETRAIN.replace("--train-iters 1000", "--train-samples 99")
+    with pytest.raises(UserError, match="rampup_batch_size"):
+        list(translate.figures(convert(f"{words} --rampup-batch-size 8 8")[1]))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "missing"),
     [
@@ -1212,6 +1226,11 @@ def test_endless_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("a.yml", NEOX.encode() + b"lr-decay-iters: [1]", "lr_decay_iters"),
         ("a.yml", NEOX.encode() + b"hidden-dropout: two", "hidden_dropout = two cannot be used"),
         ("a.yml", NEOX.encode() + b"optimizer: {params: {betas: []}}", "must be a list of two"),
+        (
+            "a.toml",
+            TITAN.encode() + b"[lr_scheduler]\ndecay_ratio = 'x'",
+            "decay_ratio = x cannot be",
+        ),
         ("a.yml", NEOX.encode() + b"warmup: -1", ":4: warmup = -1 cannot be used"),
         ("a.yml", NEOX.encode() + b"warmup: many", "must be a number"),
         (
