@@ -50,9 +50,9 @@ _WITHOUT_THEM = (
     "docs/migrate/other-frameworks.md has the main keys of Trainer, litgpt, nanoGPT and nanochat"
 )
 _COUNTED = set(
-    """model_variant hf_config num_layers hidden_size ffn_hidden_size num_attention_heads num_kv_heads
-    head_dim vocab_size vocab_multiple_of tie_embeddings norm qk_norm activation bias qkv_bias pos_emb
-    relative_buckets max_seq_len seq_length""".split()
+    """model_variant hf_config num_layers hidden_size ffn_hidden_size num_attention_heads
+    num_kv_heads head_dim vocab_size vocab_multiple_of tie_embeddings norm qk_norm activation bias
+    qkv_bias pos_emb relative_buckets max_seq_len seq_length""".split()
 )
 _LENGTH = {"num_steps", "num_samples", "num_tokens", "num_epochs", "rampup_batch_size"}
 _SCHEDULE = {"lr_schedule", "warmup", "lr_decay", "constant_steps", "seq_length"}
@@ -94,7 +94,7 @@ class TranslateConfig:
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns our flags, and the words of another program's command after them; files stay with the flags."""
+    """Returns our flags, with files, and the words of another program's command after them."""
     flags = list[str]()
     words = list(argv)
     while words and words[0].startswith("-"):
@@ -231,7 +231,7 @@ def _toml(value: Any) -> str:
 
 
 def figures(found: Translation, path: str = "run.toml") -> Iterator[str]:
-    """Yields the parameters, the batch and the length of the run, unless they depend on what is not known.
+    """Yields parameters, batch and length, unless they depend on what is not known.
 
     path   of the translation, for the command that predicts its memory
 

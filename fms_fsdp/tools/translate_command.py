@@ -45,7 +45,7 @@ class Launcher:
     unknown: list[str] = field(default_factory=list)
 
     def parse(self, words: list[str]) -> list[str]:
-        """Reads the options; returns the words after them. A value of an unknown option is one of these."""
+        """Reads the options; returns the words after them, or after an unknown option."""
         parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
         table = _LAUNCHERS[self.name]
         for option in table["values"].split():
@@ -188,7 +188,7 @@ def _inner_words(text: str) -> list[str]:
 
 
 def read_arguments(words: list[str], place: str) -> Iterator[Key]:
-    """Yields a key for each `--name value …`, `--name=value` and `--switch`; the last one counts."""
+    """Yields a key for each `--name value …` and `--switch`; of equal names the last one."""
     values = dict[str, list[str]]()
     own = list[str]()
     for word in words:

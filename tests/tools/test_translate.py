@@ -21,10 +21,10 @@ from fms_fsdp.config.batch import BatchPlan, last_step
 from fms_fsdp.config.flag import flag_table, flag_values
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.config.train_config import other_programs
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.schedules import RunLength, find_milestones
-from fms_fsdp.errors import UserError
 from fms_fsdp.tools import translate, translation
 from fms_fsdp.tools.other_configs import Key
 from fms_fsdp.tools.translate import PROGRAMS, Program
