@@ -153,15 +153,21 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     from fms_fsdp.config.parse import parse_flags
 
     config_type = find_flags(command)
+    flags = list(argv[num_words:])
+    more: dict[str, Any] = {}
     try:
         with printing():
-            if {"-h", "--help"} & set(argv):
+            if command == "translate":  # the words of another program's command are not our flags
+                from fms_fsdp.tools.translate_command import split_command
+
+                flags, more["words"] = split_command(flags)
+            if {"-h", "--help"} & set(flags):
                 print(f"{command}: {COMMANDS[command].purpose}")
-            config = parse_flags(config_type, argv[num_words:], f"{CALLED} {command}")
+            config = parse_flags(config_type, flags, f"{CALLED} {command}")
             before_torch()
             run = find_command(command)
             gc.enable()
-            run(config)
+            run(config, **more)
     except (UserError, OSError) as error:
         if is_storage_failure(error) and isinstance(error, OSError) and error.filename is not None:
             print(
@@ -187,9 +193,9 @@ def find_flags(command: str) -> type[Any]:
     return found
 
 
-def find_command(command: str) -> Callable[[Any], object]:
+def find_command(command: str) -> Callable[..., object]:
     """Imports and returns the function of a command."""
-    found: Callable[[Any], object] = _import(COMMANDS[command].function)
+    found: Callable[..., object] = _import(COMMANDS[command].function)
     return found
 
 

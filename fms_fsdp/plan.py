@@ -6,7 +6,7 @@
                          `plan`         the one that fits
 
 `plan` is a function of its arguments: no process group, no device and no data is needed, so that
-`estimate`, `translate`, benchmarks and tests plan runs on machines that do not exist. It has the
+`estimate`, benchmarks and tests plan runs on machines that do not exist. It has the
 one list of checks. What it accepts, a launch can train, if its memory and its folders are large
 enough (`plan_here`).
 """

@@ -1,4 +1,4 @@
-"""One plan: launches, `estimate` and `translate` accept, reject and choose alike."""
+"""One plan: launches and `estimate` accept, reject and choose alike; `translate` counts alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from fms_fsdp.plan import candidates, complete, keep, plan
 from fms_fsdp.run.machine import Machine
 from fms_fsdp.run.resume_point import ResumePoint
 from fms_fsdp.state import RunConfig, TrainMetadata
-from fms_fsdp.tools.translate_command import check_run
 from tests.cases import cases
 from tests.cli import TINY, run
 from tests.warm import launch
@@ -62,20 +61,18 @@ def test_estimate_chooses_fsdp_as_launches_do(capsys: Any) -> None:
     assert "nodes of 4, fsdp: 1 replica x 64 shards" in capsys.readouterr().out
 
 
-def test_translate_rejects_what_a_launch_rejects() -> None:
-    cfg = parse_flags(TrainConfig, ["--model_variant=tiny", "--cpu_offload=True"])
-    with pytest.raises(ValueError, match="--cpu_offload requires a sharded model"):
-        list(check_run(cfg, 1))
-
-
-def test_translate_counts_ramps_as_launches_do() -> None:
+def test_translate_counts_ramps_as_launches_do(capsys: Any) -> None:
+    words = "torchrun --nproc_per_node 8 x.py --train-iters 300 --seq-length 4096 --lr 1".split()
+    words += "--global-batch-size 64 --rampup-batch-size 16 16 1000 --lr-warmup-iters 30".split()
+    with pytest.raises(SystemExit):
+        main(["translate", *words])
     flags = ["--global_batch_size=64", "--rampup_batch_size=16,16,1000", "--batch_size=2"]
-    cfg = parse_flags(TrainConfig, ["--model_variant=tiny", *flags])
-    (line,) = [line for line in check_run(cfg, 8) if line.startswith("schedule")]
-    milestones = planned(*flags).milestones
-    assert milestones.in_tokens
-    assert f"{milestones.warmup:,} tokens of warmup" in line
-    assert f"to {milestones.decay_end:,}" in line
+    milestones = planned(*flags, "--num_steps=300", "--warmup=30").milestones
+    expected = f"{milestones.warmup:,} steps of warmup, decay from"
+    assert (
+        f"{expected} {milestones.decay_start:,} to {milestones.decay_end:,}"
+        in capsys.readouterr().out
+    )
 
 
 def test_resumed_run_keeps_batch_and_schedule() -> None:

@@ -54,7 +54,7 @@ class ModelConfig:
     """Epsilon of the normalization layers (default: the variant's)."""
     vocab_size: int | None = fixed_flag(None, min=2)
     """Number of tokens (default: the data's, or else the variant's)."""
-    vocab_multiple_of: int | None = fixed_flag(None, min=1, max=65536, advanced=True)
+    vocab_multiple_of: int | None = fixed_flag(None, min=1, max=2**22, advanced=True)
     """Pad the rows of embedding and head to a multiple of this number (default: the variant's)."""
     max_seq_len: int | None = logged_flag(None, min=1)
     """Maximum number of positions of the model and of generated text (default: seq_length, or a

@@ -11,32 +11,40 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from fms_fsdp.config.batch_plan import BatchPlan
 from fms_fsdp.config.values import counted, parse_number
-from fms_fsdp.errors import UserError
-from fms_fsdp.tools.translation import BASE, SHAPE, Translation, number, unusable
+from fms_fsdp.tools.command_reader import count_slots
+from fms_fsdp.tools.translation import BASE, SHAPE, Translation, number
 
+_NEOX_EPSILONS = {
+    "layernorm": "layernorm_epsilon",
+    "rmsnorm": "rms_norm_epsilon",
+    "scalenorm": "scalenorm_epsilon",
+}
+_BATCH = {"batch_size", "grad_accum_steps", "global_batch_size", "num_devices"}
+_BATCH |= {"tp_size", "cp_size", "pp_size"}
 _PATHS = ("_prefixes", "_tokens", "_dataset")  # of the data: for convert, convert and prepare
 
 
-def combine(found: Translation, program: str) -> None:
+def combine(found: Translation) -> None:
     """Makes flags of keys that act together."""
-    lengths = [name for name in ("num_steps", "num_samples", "num_tokens") if found.get(name)]
-    if lengths:
+    if any(found.get(name) for name in ("num_steps", "num_samples", "num_tokens")):
         found.flags.pop("num_epochs", None)
-    _set_devices(found)
-    if program in _RULES:
-        _RULES[program](found)
+    _RULES[found.program.name](found)
     _combine_model(found)
     _combine_batch(found)
     _combine_schedule(found)
     _combine_data(found)
-    _combine_layout(found)
+    _combine_recomputation(found)
+    if found.num_devices:
+        _, (key, *_) = found.flags["_num_devices"]
+        place = ", as WORLD_SIZE says" if key.place == "WORLD_SIZE" else ""
+        found.commands.append(f"for {counted(found.num_devices, 'device')}{place}")
     if found.get("_load") and found.get("_load") == found.get("ckpt_save_path"):
-        found.set("resume", "auto", "_load")  # a run resumes from the folder of its checkpoints
+        found.assign("resume", "auto", "_load")  # a run resumes from the folder of its checkpoints
     elif found.get("_load"):
-        found.status |= dict.fromkeys(found.flags["_load"][1], "changes")
+        found.drop("_load", "changes")
     found.find_missing()
     for name in [name for name in found.flags if name.startswith("_") and name != "_num_devices"]:
         del found.flags[name]
@@ -46,9 +54,17 @@ def combine(found: Translation, program: str) -> None:
 
 
 def _upstream(found: Translation) -> None:
-    steps = number(found.get("num_steps"))
-    found.set("warmup", str(min(2000, steps // 20)), "num_steps")
-    if found.get("use_dummy_dataset") in (True, "True", "true"):
+    steps = found.get("num_steps", 0)
+    if steps:
+        warmup = min(2000, steps // 20)
+        found.assign("warmup", str(warmup), "num_steps")
+        progress = (steps / 2 - warmup) / (steps - warmup)
+        ours = 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+        found.notes.append(
+            "its cosine starts at step 0, this one after the warmup: halfway 0.550 and "
+            f"{ours:.3f} of the peak"
+        )
+    if found.get("use_dummy_dataset"):
         for name in ("datasets", "weights", "sep_token"):
             found.flags.pop(name, None)
 
@@ -57,26 +73,47 @@ def _neox(found: Translation) -> None:
     is_llama = found.given("mlp_type") == "llama"
     activation = found.given("activation") or "gelu"
     if is_llama and activation == "silu":
-        found.set("activation", "swiglu", "mlp_type", "activation")
+        found.assign("activation", "swiglu", "mlp_type", "activation")
     elif is_llama:
         found.mark("changes", "mlp_type")
     elif activation == "silu":  # without a gate
         found.mark("changes", "activation")
     _set_neox_width(found, is_llama=is_llama)
     _set_neox_biases(found, is_llama=is_llama)
+    _set_neox_epsilon(found)
+    if found.get("_l2") and found.get("optimizer") == "adamw":
+        found.assign("optimizer", "adam", "_l2", "optimizer")
+    names = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
+    slots = count_slots({name: found.given(name) for name in names})
+    if found.num_devices:
+        found.mark("no effect", *names)
+    elif slots.isdigit():
+        found.assign("_num_devices", int(slots), *names)
+    elif slots:
+        found.mark("undecided", "hostfile")
 
     patterns = set(re.findall("[a-z_]+", found.given("attention_config")))
     is_full_attention = patterns <= {"global", "flash"}
     found.mark("default" if is_full_attention else "changes", "attention_config")
     if found.given("lr_decay_style") == "cosine":
         decay = found.get("lr_decay")
-        if decay and found.get("num_steps") and number(decay) < number(found.get("num_steps")):
+        if decay and number(decay) < found.get("num_steps", 0):
             found.notes.append("its cosine rises again after lr_decay_iters; here the rate stays")
     paths = found.get("_prefixes")
     if "data_path" in found.keys and "_split" not in found.flags:
-        found.set("_split", "969,30,1")
+        found.assign("_split", "969,30,1")
     elif isinstance(paths, list) and not found.get("_data_weights"):
-        found.set("_data_weights", [1] * len(paths), "_prefixes")
+        found.assign("_data_weights", [1] * len(paths), "_prefixes")
+
+
+def _set_neox_epsilon(found: Translation) -> None:
+    """Sets the epsilon of the norm that is used; the keys of the others have no effect."""
+    for norm, key in _NEOX_EPSILONS.items():
+        if norm == found.get("norm"):
+            default = 1e-5 if norm == "layernorm" else 1e-8
+            found.assign("norm_eps", found.number_of(key, default), key)
+        else:
+            found.mark("no effect", key)
 
 
 def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
@@ -85,8 +122,8 @@ def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
     given = found.given("intermediate_size")
     if not hidden and not given:
         return
-    multiple = found.number_of("mlp_multiple_of", 1)
-    width = found.number_of("intermediate_size", 0) or 4 * number(hidden)
+    multiple = found.number_of("mlp_multiple_of") or 1
+    width = found.number_of("intermediate_size", 0) or 4 * hidden
     if is_llama:
         multiple = 256
         width = int(width * 2 / 3)
@@ -96,7 +133,7 @@ def _set_neox_width(found: Translation, *, is_llama: bool) -> None:
         # Twice the width, whose halves are multiplied, has two thirds of the parameters.
         width = int(width * 2 / 3) // 2
     width = math.ceil(width / multiple) * multiple
-    found.set("ffn_hidden_size", width, "hidden_size", "intermediate_size", "mlp_multiple_of")
+    found.assign("ffn_hidden_size", width, "hidden_size", "intermediate_size", "mlp_multiple_of")
 
 
 def _set_neox_biases(found: Translation, *, is_llama: bool) -> None:
@@ -104,9 +141,9 @@ def _set_neox_biases(found: Translation, *, is_llama: bool) -> None:
     in_mlp = not is_llama and found.given("use_bias_in_mlp") != "false"
     names = ("use_bias_in_attn_linear", "use_bias_in_mlp", "mlp_type")
     if in_attention == in_mlp:
-        found.set("bias", in_mlp, *names)
+        found.assign("bias", in_mlp, *names)
     else:  # biases in one of the two have no flag
-        found.set("bias", in_mlp)
+        found.assign("bias", in_mlp)
         found.mark("changes", *names)
     if found.given("use_bias_in_norms") == "false" and found.get("norm") != "rmsnorm":
         found.mark("changes", "use_bias_in_norms")
@@ -115,108 +152,127 @@ def _set_neox_biases(found: Translation, *, is_llama: bool) -> None:
 def _megatron(found: Translation) -> None:
     if found.given("group_query_attention") == "true":
         groups = found.number_of("num_query_groups", 1)
-        found.set("num_kv_heads", groups, "num_query_groups", "group_query_attention")
+        found.assign("num_kv_heads", groups, "num_query_groups", "group_query_attention")
     else:  # without the flag the number has no effect
         found.mark("no effect", "num_query_groups")
     if found.given("pad_vocab_size_to"):
         found.flags.pop("_vocab_multiple", None)
         rows = found.number_of("pad_vocab_size_to")
-        found.set("vocab_multiple_of", rows, "pad_vocab_size_to")
+        found.assign("vocab_multiple_of", rows, "pad_vocab_size_to")
     hidden = found.get("hidden_size")
     if hidden and not found.get("ffn_hidden_size"):
-        width = 4 * number(hidden)
+        width = 4 * hidden
         if found.get("activation") == "swiglu":
             width = int(width * 2 / 3) // 64 * 64
-        found.set("ffn_hidden_size", width, "hidden_size")
+        found.assign("ffn_hidden_size", width, "hidden_size")
     if found.given("eval_iters") == "0":
-        found.set("eval_interval", 0, "eval_iters", "eval_interval")
-    if found.get("num_tokens") and found.get("num_samples"):
-        _keep_earlier_end(found)
+        found.assign("eval_interval", 0, "eval_iters", "eval_interval")
     ramp = found.get("rampup_batch_size")
-    batch = found.get("global_batch_size")
-    if ramp and batch and number(ramp[0]) >= number(batch):  # it never rises
-        found.mark("no effect", "rampup_batch_size")
-        del found.flags["rampup_batch_size"]
-    if "data_path" in found.keys and "_split" not in found.flags:
-        found.set("_split", "969,30,1")
+    if ramp and ramp[0] >= found.get("global_batch_size", 2**62):  # it never rises
+        found.drop("rampup_batch_size", "no effect")
+    if found.get("num_samples"):
+        _keep_full_steps(found)
 
 
-def _keep_earlier_end(found: Translation) -> None:
-    """Of tokens and samples Megatron-DeepSpeed takes what ends first."""
-    samples = number(found.get("num_samples"))
-    length = number(found.get("seq_length", 1))
-    later = "num_tokens"
-    if number(found.get("num_tokens")) <= samples * length:
-        later = "num_samples"
-    keys = found.flags.pop(later)[1]
-    found.status |= dict.fromkeys(keys, "no effect")
+def _keep_full_steps(found: Translation) -> None:
+    """Rounds the samples down to full steps. Of tokens and samples the run ends with the earlier."""
+    samples = found.get("num_samples", 0)
+    tokens = found.get("num_tokens", 0)
+    if tokens:
+        is_later = tokens <= samples * found.get("seq_length", 1)
+        found.drop("num_samples" if is_later else "num_tokens", "no effect")
+    rows = sequences_per_step(found)
+    ramp = tuple(found.get("rampup_batch_size", ()))
+    if not rows or not found.get("num_samples") or len(ramp) not in (0, 3):
+        return
+    batch = BatchPlan(rows, 1, 1, ramp, True)
+    steps = batch.steps_for(samples)
+    is_in_ramp = bool(ramp) and batch.sequences_in(steps - 1) <= ramp[2]
+    if batch.sequences_in(steps) > samples and steps > 1 and not is_in_ramp:
+        steps -= 1
+    if not found.get("lr_decay"):  # the decay ends with the samples that are given
+        found.assign("lr_decay", f"{samples}samples", "num_samples")
+    found.assign("num_samples", batch.sequences_in(steps), "num_samples")
+
+
+def sequences_per_step(found: Translation) -> int:
+    """Returns the global batch; 0 if it is not known."""
+    doubtful = found.doubtful
+    if found.get("global_batch_size") and "global_batch_size" not in doubtful:
+        return int(found.get("global_batch_size"))
+    ranks, remainder = divmod(found.num_devices, _other_axes(found))
+    if remainder or doubtful & _BATCH:
+        return 0
+    return int(ranks * found.get("batch_size", 0) * found.get("grad_accum_steps", 1))
 
 
 def _nxd(found: Translation) -> None:
-    multiple = found.given("model.make_vocab_size_divisible_by")
-    if not multiple and not found.has_known_shape:
-        found.set("_vocab_multiple", 128)
-
-
-_OLDER_TORCHTITAN = """
-    training.batch_size training.compile checkpoint.enable_checkpoint float8.enable_float8_linear
-    model.norm_type optimizer.fused lr_scheduler.lr_min
-""".split()
+    names = ("trainer.devices", "trainer.num_nodes")
+    if found.num_devices:
+        found.mark("no effect", *names)
+    elif found.given("trainer.devices") and "num_devices" not in found.doubtful:
+        devices = found.number_of("trainer.devices") * found.number_of("trainer.num_nodes", 1)
+        found.assign("_num_devices", devices, *names)
 
 
 def _torchtitan(found: Translation) -> None:
-    older = [name for name in _OLDER_TORCHTITAN if name in found.keys]
+    older = [name for name in found.program.table["older"].split() if name in found.keys]
     if older:
         found.notes.append(
             f"{older[0]} is a key of torchtitan 0.1, whose Llama 3 has unscaled RoPE"
         )
     elif str(found.get("model_variant", "")).startswith("llama3_"):  # scaled since 0.2
         variant = found.get("model_variant").replace("llama3_", "llama3.1_")
-        found.set("model_variant", variant, "model_variant")
+        found.assign("model_variant", variant, "model_variant")
 
     shards = found.number_of("parallelism.data_parallel_shard_degree", -1)
     replicas = found.number_of("parallelism.data_parallel_replicate_degree", 1)
     names = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
     if shards == 1:
-        found.set("sharding_strategy", "ddp", *names)
+        found.assign("sharding_strategy", "ddp", *names)
     elif replicas > 1:
-        found.set("sharding_strategy", "hsdp", *names)
+        found.assign("sharding_strategy", "hsdp", *names)
         if shards > 1:
-            found.set("hsdp_shard_size", shards, *names)
+            found.assign("hsdp_shard_size", shards, *names)
     else:
-        found.set("sharding_strategy", "fsdp", *names)
-    if shards > 0:
-        found.set("_num_devices", replicas * shards * _other_axes(found), *names)
+        found.assign("sharding_strategy", "fsdp", *names)
+    if shards > 0 and not found.num_devices:
+        found.assign("_num_devices", replicas * shards * _other_axes(found), *names)
 
-    if number(found.get("pp_size", 1)) > 1:
+    if found.get("pp_size", 1) > 1:
         size = found.number_of("parallelism.pipeline_parallel_microbatch_size", 1)
-        found.set("pp_micro_batch_size", size, "parallelism.pipeline_parallel_microbatch_size")
+        found.assign("pp_micro_batch_size", size, "parallelism.pipeline_parallel_microbatch_size")
     else:
         found.mark("no effect", "parallelism.pipeline_parallel_microbatch_size")
 
-    steps = number(found.get("num_steps"))
-    warmup = min(number(found.get("warmup")), steps)
-    found.set("warmup", str(warmup), "warmup")
-    ratio = found.given("lr_scheduler.decay_ratio")
-    shape = found.given("lr_scheduler.decay_type") or "linear"
-    if ratio and shape == "linear":
-        decay = min(round(steps * float(ratio)), steps - warmup)
-        found.set("lr_schedule", "wsd", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
-        found.set("lr_decay", str(decay), "lr_scheduler.decay_ratio")
-    elif ratio or shape not in ("linear", "cosine"):
-        found.mark("changes", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
-    else:
-        found.set("lr_schedule", shape, "lr_scheduler.decay_type")
+    if found.get("num_steps") and found.get("warmup"):
+        _set_titan_schedule(found)
 
     mode = found.given("activation_checkpoint.mode") or "selective"
     option = found.given("activation_checkpoint.selective_ac_option") or "2"
     names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
     if mode == "selective" and option == "op":
-        found.set("recompute", "ops", *names)
+        found.assign("recompute", "ops", *names)
     elif mode in ("full", "selective"):
-        found.set("recompute", "blocks", names[0])
+        found.assign("recompute", "blocks", names[0])
         if mode == "selective":
-            found.set("selective_checkpointing", f"every:{option}", names[1])
+            found.assign("selective_checkpointing", f"every:{option}", names[1])
+
+
+def _set_titan_schedule(found: Translation) -> None:
+    steps = found.get("num_steps", 0)
+    warmup = min(number(found.get("warmup")), steps)
+    found.assign("warmup", str(warmup), "warmup")
+    ratio = found.given("lr_scheduler.decay_ratio")
+    shape = found.given("lr_scheduler.decay_type") or "linear"
+    if ratio and shape == "linear":
+        decay = min(round(steps * found.number_of("lr_scheduler.decay_ratio")), steps - warmup)
+        found.assign("lr_schedule", "wsd", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
+        found.assign("lr_decay", str(decay), "lr_scheduler.decay_ratio")
+    elif ratio or shape not in ("linear", "cosine"):
+        found.mark("changes", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type")
+    else:
+        found.assign("lr_schedule", shape, "lr_scheduler.decay_type")
 
 
 _RULES: dict[str, Callable[[Translation], None]] = {
@@ -231,45 +287,27 @@ _RULES: dict[str, Callable[[Translation], None]] = {
 # ---- For all programs
 
 
-def _set_devices(found: Translation) -> None:
-    """Sets the number of devices that a launcher or the configuration names."""
-    per_node = found.get("_devices")
-    nodes = found.get("_nodes", 1)
-    is_undecided = any(
-        key.undecided or ":" in str(key.value)  # of 1:4 nodes the run takes what is there
-        for name, key in found.keys.items()
-        if name in ("launcher.nnodes", "launcher.num_nodes")
-    )
-    if is_undecided:
-        found.mark("undecided", "launcher.nnodes", "launcher.num_nodes")
-    if per_node and not is_undecided:
-        found.set("_num_devices", per_node * nodes, "_devices", "_nodes")
-    elif not per_node and found.get("_all_devices"):
-        found.set("_num_devices", found.get("_all_devices"), "_all_devices")
-
-
 def _combine_model(found: Translation) -> None:
     get = found.get
-    put = found.set
-    if get("_half"):
+    put = found.assign
+    if get("_half") and "precision" in found.flags:
         _, keys_of_precision = found.flags["precision"]
         precision = get("precision") if keys_of_precision else get("_half")
         put("precision", precision, "precision", "_half")
     if get("_gelu") and get("activation") == "gelu_tanh":
         put("activation", get("_gelu"), "_gelu")
-    if get("_norm_eps") and not get("norm_eps"):
-        put("norm_eps", get("_norm_eps"), "_norm_eps")
     if get("_tokenizer") and "vocab_size" in found.flags:
         keys_of_size = found.flags["vocab_size"][1]
         if not keys_of_size:
-            del found.flags["vocab_size"]  # the data decides
-    if get("max_seq_len") and not get("seq_length"):
-        put("seq_length", get("max_seq_len"), "max_seq_len")
+            del found.flags["vocab_size"]
+    if not get("vocab_size") and not get("hf_config"):
+        has_variant = get("model_variant", BASE) != BASE
+        found.has_vocabulary = has_variant and not get("_tokenizer")
     multiple = get("_vocab_multiple")
     if multiple:
-        rows = multiple * number(get("tp_size", 1))
+        rows = multiple * found.get("tp_size", 1)
         put("vocab_multiple_of", rows, "_vocab_multiple", "tp_size")
-    has_shape = bool(set(SHAPE) & found.flags.keys())
+    has_shape = bool(set(SHAPE.split()) & found.flags.keys())
     if has_shape and not get("hf_config") and not get("model_variant"):
         put("model_variant", BASE)
 
@@ -277,15 +315,15 @@ def _combine_model(found: Translation) -> None:
 def _combine_batch(found: Translation) -> None:
     """A pipeline here divides the batch of a rank; elsewhere a rank's steps are its micro-batches."""
     get = found.get
-    put = found.set
-    if number(get("pp_size", 1)) <= 1 or "pp_micro_batch_size" in found.flags:
+    put = found.assign
+    if found.get("pp_size", 1) <= 1 or "pp_micro_batch_size" in found.flags:
         return
     put("pp_micro_batch_size", get("batch_size", 1), "batch_size")
     micro = found.flags.pop("batch_size", None)
     if get("global_batch_size"):
         put("grad_accum_steps", 1, "pp_micro_batch_size")
     elif micro is not None:
-        rows = number(micro[0]) * number(get("grad_accum_steps", 1))
+        rows = micro[0] * found.get("grad_accum_steps", 1)
         put("batch_size", rows, "pp_micro_batch_size", "grad_accum_steps")
         put("grad_accum_steps", 1, "grad_accum_steps")
 
@@ -293,11 +331,11 @@ def _combine_batch(found: Translation) -> None:
 def _combine_schedule(found: Translation) -> None:
     end = ""
     if found.get("num_steps"):
-        end = str(number(found.get("num_steps")))
+        end = str(found.get("num_steps", 0))
     elif found.get("num_samples"):
-        end = f"{number(found.get('num_samples'))}samples"
+        end = f"{found.get('num_samples', 0)}samples"
     fraction = found.get("_warmup_fraction")
-    if fraction:  # of the decay
+    if fraction is not None:  # of the decay
         length = str(found.get("lr_decay") or end)
         unit = "samples" if length.endswith("samples") else ""
         steps = length.removesuffix("samples")
@@ -305,91 +343,58 @@ def _combine_schedule(found: Translation) -> None:
             warmup = f"{round(fraction * number(steps))}{unit}"
         else:
             warmup = str(fraction)
-        found.set("warmup", warmup, "_warmup_fraction")
+        found.assign("warmup", warmup, "_warmup_fraction")
     is_whole_run = bool(end) and str(found.get("lr_decay")) == end
     if is_whole_run and found.get("lr_schedule") != "wsd":
-        found.set("lr_decay", None, "lr_decay")
+        found.assign("lr_decay", None, "lr_decay")
 
 
-def _combine_layout(found: Translation) -> None:
+def _combine_recomputation(found: Translation) -> None:
     layers = found.get("_recompute_layers")
     if layers and found.get("recompute") == "blocks":
         if found.get("_recompute_method") == "block":
-            total = number(found.get("num_layers"))
-            share = f"{min(layers * number(found.get('pp_size', 1)), total)}/{total}"
-            found.set("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
+            total = found.get("num_layers", layers)
+            share = f"{min(layers * found.get('pp_size', 1), total)}/{total}"
+            found.assign("selective_checkpointing", share, "_recompute_layers", "_recompute_method")
         else:
-            found.set("recompute_segment", layers, "_recompute_layers", "_recompute_method")
-    devices = found.get("_num_devices")
-    if devices:
-        found.commands.append(f"for {counted(devices, 'device')}")
+            found.assign("recompute_segment", layers, "_recompute_layers", "_recompute_method")
 
 
 def _other_axes(found: Translation) -> int:
     """Returns the number of devices that read the same sequences."""
-    sizes = (number(found.get(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
-    return math.prod(max(1, size) for size in sizes)
+    return math.prod(max(1, found.get(f"{axis}_size", 1)) for axis in ("tp", "cp", "pp"))
 
 
 def _combine_data(found: Translation) -> None:
     """Names the sources of the data, and adds the command that makes their shards."""
-    kind = next((each for each in _PATHS if found.get(each) not in (None, True)), "")
+    kind = next((each for each in _PATHS if found.get(each)), "")
     if not kind:
         return
-    paths, weights = _read_sources(found, kind)
+    paths = found.get(kind)
+    if not isinstance(paths, list):
+        paths = str(paths).split(",")
+    paths = list(map(str, paths))
+    weights = found.get("_data_weights")
+    if len(paths) > 1 and parse_number(paths[0]) is not None:  # 0.3 a 0.7 b
+        weights = paths[::2]
+        paths = paths[1::2]
     names = [re.sub("(_text)?(_document)?$", "", Path(path).name) or "data" for path in paths]
     for i, name in enumerate(list(names)):
         if names.count(name) > 1:
             names[i] = f"{name}_{i}"
-    sources = (kind, "_data_weights", "_split")
-    found.set("data_path", "data", *sources)
-    found.set("datasets", names, *sources)
+    sources = ("_data_weights", kind, "_split")
+    found.assign("data_path", "data", *sources)
+    found.assign("datasets", names, *sources)
     if weights and len(weights) != len(names):
-        found.status |= dict.fromkeys(found.flags["_data_weights"][1], "undecided")
+        found.drop("_data_weights" if "_data_weights" in found.flags else kind, "undecided")
     elif len(names) > 1 and weights:
-        found.set("weights", weights, *sources)
+        found.assign("weights", weights, *sources)
 
-    if kind == "_dataset":
-        command = "prepare"
-        files = [f"FOLDER_OF_{path}" for path in paths]
-    elif kind == "_prefixes":
-        command = "convert"
-        files = [f"{path}.idx" for path in paths]
-    else:
-        command = "convert"
-        files = paths
-    inputs = ",".join(f"{name}={file}" for name, file in zip(names, files, strict=True))
+    command = "prepare" if kind == "_dataset" else "convert"
+    pattern = {"_dataset": "{}=FOLDER_OF_{}", "_prefixes": "{}={}.idx"}.get(kind, "{}={}")
+    inputs = ",".join(map(pattern.format, names, paths))
     options = f"--input={shlex.quote(inputs)} --output=data"
     split = re.sub(r"[\[\] ]", "", str(found.get("_split") or ""))
     if split:
         options += f" --split={split}"
     found.commands.append(f"python -m fms_fsdp {command} {options} --tokenizer=TOKENIZER")
-
-
-def _read_sources(found: Translation, kind: str) -> tuple[list[str], list[Any]]:
-    """Returns the paths of the data and their weights, if it has some.
-
-    Raises:
-        UserError: a weight is not a number.
-    """
-    given = found.get(kind)
-    if not isinstance(given, list):
-        given = str(given).split(",")
-    items = [str(each) for each in given]
-    if len(items) > 1 and parse_number(items[0]) is not None:  # 0.3 a 0.7 b
-        weights = items[::2]
-        paths = items[1::2]
-        source = kind
-    else:
-        weights = found.get("_data_weights") or []
-        if not isinstance(weights, list):
-            weights = [weights]
-        paths = items
-        source = "_data_weights"
-    try:
-        return paths, [number(weight) for weight in weights]
-    except UserError as error:
-        _, keys = found.flags[source]
-        if not keys:
-            raise
-        raise unusable(keys[0], error) from None

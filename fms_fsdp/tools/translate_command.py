@@ -1,47 +1,45 @@
 """`python -m fms_fsdp translate`: the run that the configuration of another program describes.
 
-    read keys -> find the program -> table of the program -> combine -> TOML, lists, check
+    files or a command -> keys -> find the program -> its table -> combine -> TOML, lists, figures
 
 config/other_programs.toml has a table per program: the flag of each key, the flags of each value,
 the program's own defaults, and keys without a counterpart. program_rules.py has what keys mean
 together. A value that decides the run and that neither the input nor the program defines is
-missing: no default of ours takes its place.
+missing: no default of ours takes its place, and no figure that depends on it is printed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fms_fsdp.config import TrainConfig, flag
-from fms_fsdp.config.batch_plan import BatchPlan, global_batch
-from fms_fsdp.config.flag import coerce, unused_flags
-from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.config import flag
+from fms_fsdp.config.batch_plan import BatchPlan, last_step
+from fms_fsdp.config.flag import flag_table, unused_flags
 from fms_fsdp.config.train_config import other_programs
 from fms_fsdp.config.values import counted, must_be_one_of, one_line, shown
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import check_output_is_new, write_atomically
+from fms_fsdp.files import check_output_is_new, is_file, write_atomically
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.models.variants import resolve_model
-from fms_fsdp.plan import NOTHING, plan, plan_length, plan_schedule, resolve
-from fms_fsdp.predict.memory import GIB
-from fms_fsdp.run.machine import Machine
-from fms_fsdp.run.memory_budget import MemoryBudget
-from fms_fsdp.tools.other_configs import Key, read_keys
-from fms_fsdp.tools.program_rules import combine
+from fms_fsdp.optim.schedules import RunLength, find_milestones
+from fms_fsdp.tools.command_reader import read_arguments, read_command
+from fms_fsdp.tools.other_configs import FORMATS, Key, read_keys
+from fms_fsdp.tools.program_rules import combine, sequences_per_step
 from fms_fsdp.tools.translation import (
     CONVERSIONS,
     LISTS,
     TABLE,
+    Program,
     Translation,
     as_text,
-    check,
+    checked,
+    is_off,
     shown_key,
     unusable,
 )
@@ -51,6 +49,13 @@ _REMOVED = ("hf", "litgpt", "nanogpt", "nanochat")
 _WITHOUT_THEM = (
     "docs/migrate/other-frameworks.md has the main keys of Trainer, litgpt, nanoGPT and nanochat"
 )
+_COUNTED = set(
+    """model_variant hf_config num_layers hidden_size ffn_hidden_size num_attention_heads
+    num_kv_heads head_dim vocab_size vocab_multiple_of tie_embeddings norm qk_norm activation bias
+    qkv_bias pos_emb relative_buckets max_seq_len seq_length""".split()
+)
+_LENGTH = {"num_steps", "num_samples", "num_tokens", "num_epochs", "rampup_batch_size"}
+_SCHEDULE = {"lr_schedule", "warmup", "lr_decay", "constant_steps", "seq_length"}
 
 
 @dataclass(frozen=True)
@@ -59,10 +64,14 @@ class TranslateConfig:
 
     examples: ClassVar[tuple[str, ...]] = (
         "160M.yml local_setup.yml --output=run.toml",
-        "--from=megatron --num_devices=64 pretrain.slurm",
+        "--output=run.toml torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 …",
     )
     files: tuple[str, ...] = flag(
-        (), "FILE…: YAML, TOML, JSON or a shell script", positional=True, form="path", required=True
+        (),
+        "FILE…: YAML, TOML or JSON; instead a whole COMMAND …, with these flags before it",
+        positional=True,
+        form="path",
+        required=True,
     )
     output: str = flag("", "TOML file to write (default: print it)", form="path")
     from_: str = flag(
@@ -70,13 +79,11 @@ class TranslateConfig:
         f"program of the files: {', '.join(PROGRAMS)} (default: recognized by their keys)",
     )
     num_devices: int | None = flag(
-        None, "number of devices (default: the input's, or the fewest)", min=1, max=2**20
+        None, "number of devices (default: the input's)", min=1, max=2**20
     )
     allow_missing: bool = flag(False, "exit with status 0 although keys have no counterpart")
 
     def __post_init__(self) -> None:
-        if not self.files:
-            raise UserError("translate requires a file; use `translate FILE [FILE …]`")
         if self.from_ in _REMOVED:
             raise UserError(f"--from={self.from_} was removed; {_WITHOUT_THEM}")
         if self.from_ and self.from_ not in PROGRAMS:
@@ -86,50 +93,26 @@ class TranslateConfig:
             check_output_is_new(Path(self.output))
 
 
-class Program:
-    """The table of a program, with the tables that it is based on."""
-
-    def __init__(self, name: str) -> None:
-        tables = other_programs()["programs"]
-        own = tables[name]
-        self.name = name
-        self.title = own["title"]
-        self.formats = own["formats"]
-        self.flags = dict[str, list[str]]()
-        self.values = dict[str, dict[str, Any]]()
-        self.absent = dict[str, Any]()
-        self.notes = own.get("notes", [])
-        self.includes = own.get("includes", "").split()
-        self.rules = own.get("rules", "").split()
-        self.versions = own["versions"]
-        self.lists: dict[str, list[str]] = {"changes": [], "no effect": []}
-        for table in [*(tables[base] for base in own.get("bases", ())), own]:
-            for key in table.get("same", "").split():
-                self.flags.setdefault(key, []).append(key.rpartition(".")[2])
-            for target, sources in table.get("flags", {}).items():
-                if isinstance(sources, str):
-                    sources = [sources]
-                for source in sources:
-                    key, _, conversion = source.partition(" ")
-                    self.flags.setdefault(key, []).append(f"{target} {conversion}")
-            self.values |= table.get("values", {})
-            self.absent |= table.get("absent", {})
-            self.lists["changes"] += table.get("changes", "").split()
-            self.lists["no effect"] += table.get("no_effect", "").split()
-
-    def list_of(self, name: str) -> str:
-        """Returns the list of a key without a flag, or ""."""
-        for status, patterns in self.lists.items():
-            if name in patterns:
-                return status
-        for status, patterns in self.lists.items():  # a name itself comes before any pattern
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
-                return status
-        return ""
-
-    def knows(self, name: str) -> bool:
-        has_meaning = name in self.flags or name in self.values or name in self.rules
-        return has_meaning or bool(self.list_of(name))
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns our flags, with files, and the words of another program's command after them."""
+    flags = list[str]()
+    words = list(argv)
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
+        if word == "--":
+            return flags, words
+        name, equals, _ = word.lstrip("-").replace("-", "_").partition("=")
+        row = flag_table(TranslateConfig).get("from_" if name == "from" else name)
+        if row is None or equals:
+            flags.append(word)
+        elif row.kind is bool:
+            flags.append(f"{word}=true")
+        else:
+            flags += [word, *words[:1]]
+            del words[:1]
+    if words and Path(words[0]).suffix.lower() not in FORMATS:
+        return flags, words
+    return flags + words, []
 
 
 def translate(program: Program, keys: list[Key], hf_config: str = "") -> Translation:
@@ -138,31 +121,33 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
     Raises:
         UserError: a value has the wrong type.
     """
+    keys = [key for key in keys if key.name != "launcher.program" or program.is_other(key.value)]
     by_name = {key.name: key for key in keys}
-    found = Translation(program.title, by_name, notes=list(program.notes))
+    found = Translation(program, by_name, notes=program.table.get("notes", []).copy())
     if hf_config:
         found.flags["hf_config"] = hf_config, ()
     for key in keys:
         found.status[key] = _assign(found, program, key)
-    has_shape = bool({"hf_config", "init_from_hf", "model_variant"} & found.flags.keys())
-    for name, value in program.absent.items():
-        is_shape = name == "_vocab_multiple"
-        if name in TABLE:
-            # No shape of others contains whether it is scaled.
-            is_shape = TABLE[name].section == "model" and name != "residual_scaled_init"
-        if is_shape and has_shape:
-            continue
-        if name not in found.flags:
-            found.flags[name] = value, ()
-    combine(found, program.name)
-    _drop_unused(found)
+    doubtful = found.doubtful
+    defaults = program.merged("absent")
+    if not {"hf_config", "init_from_hf", "model_variant"} & found.flags.keys():
+        defaults |= program.merged("absent_shape")
+    for name, value in defaults.items():
+        if name not in found.flags and name not in doubtful:
+            found.assign(name, value)
+    combine(found)
+    try:
+        for row, *_ in list(unused_flags(found.config)):  # their keys have no effect either
+            found.flags.pop(row.name, None)
+    except UserError:  # the figures report it
+        pass
     for key in keys:
         if found.status[key] != "written":
             continue
-        given = [name for name, (_, sources) in found.flags.items() if key in sources]
+        given = {name: value for name, (value, sources) in found.flags.items() if key in sources}
         if not given:
             found.status[key] = "no effect"
-        elif all(map(found.is_default, given)):
+        elif all(name in TABLE and TABLE[name].default == value for name, value in given.items()):
             found.status[key] = "default"
     return found
 
@@ -170,75 +155,61 @@ def translate(program: Program, keys: list[Key], hf_config: str = "") -> Transla
 def _assign(found: Translation, program: Program, key: Key) -> str:
     """Adds the flags of a key; returns its status."""
     name = key.name
-    listed = program.list_of(key.name)
-    flags = dict[str, Any]()
-    if key.undecided or (name in program.includes and isinstance(key.value, str)):
-        has_flag = name in program.flags or name in program.values or name in program.rules
-        if listed == "no effect" and not has_flag:
-            return "no effect"
-        return "undecided"
-    if name in program.rules:
+    listed = program.list_of(name)
+    if key.undecided:
+        is_harmless = listed == "no effect" and not program.has_flags(name)
+        return "no effect" if is_harmless else "undecided"
+    if name in program.words("rules"):
         return "default"  # unless program_rules.py finds an effect
+    if key.value is None:  # the program's own default
+        return "no effect" if program.has_flags(name) or listed else "unknown"
+    flags = dict[str, Any]()
     values = program.values.get(name)
     if values is not None:
         text = as_text(key.value)
-        pattern = next((each for each in values if fnmatchcase(text, each)), None)
-        if pattern is None:
-            return "changes"
-        flags |= values[pattern]
+        patterns = [each for each in values if fnmatchcase(text, each)]
+        if not patterns:
+            return "undecided" if key.value is True else "changes"
+        flags |= values[patterns[0]]
     if name.startswith("config.") and "hf_config" in found.flags:
         flags["hf_config"] = found.get("hf_config")
-    rules = program.flags.get(name, [])
-    if key.value in (None, "", "auto"):  # the program's own default
-        rules = []
     try:
-        for rule in rules:
-            target, _, conversion = rule.partition(" ")
+        for target, conversion in program.flags.get(name, ()):
+            if key.value in ("", "auto"):
+                continue
+            row = TABLE.get(target)
+            if key.value is True and (row is None or row.kind is not bool):
+                return "undecided"  # an option without its value
             value = CONVERSIONS[conversion](key.value)
             if value is not None:
                 flags[target] = value
-                check(target, value)
+        flags = {target: checked(target, value) for target, value in flags.items()}
     except (UserError, TypeError) as error:
         raise unusable(key, error) from None
     if not flags:
         if values is not None:
             return "default"
-        is_off = as_text(key.value) in ("null", "false", "0", "0.0", "", "none")
-        if name in program.flags or (is_off and listed != "no effect"):
+        if name in program.flags or (listed == "changes" and is_off(key.value)):
             return "no effect"
         return listed or "unknown"
     for target, value in flags.items():
         old, sources = found.flags.get(target, (value, ()))
-        row = TABLE.get(target)
-        is_same = as_text(old) == as_text(value)
-        if not is_same and row is not None:
-            is_same = coerce(row, old) == coerce(row, value)
-        if not is_same and target != "hf_config":
+        if value != old and target != "hf_config":
             return "undecided"
         found.flags[target] = old, (*sources, key)
     return "written"
 
 
-def _drop_unused(found: Translation) -> None:
-    """Removes flags without effect; their keys have none either."""
-    try:
-        config = _parse(found)
-    except UserError:  # the check reports it
-        return
-    for row, *_ in unused_flags(config):
-        found.flags.pop(row.name, None)
-
-
 def toml_lines(found: Translation) -> Iterator[str]:
     """Yields the TOML by section; each line names the keys that it comes from."""
-    yield f"# translated from {found.title}"
+    title = found.program.title
+    yield f"# translated from {title}"
     yield from (f"# {one_line(command)}" for command in found.commands)
     section = ""
     for name, row in TABLE.items():
         if name not in found.flags:
             continue
         value, keys = found.flags[name]
-        value = coerce(row, value)
         if value == row.default:
             continue
         if row.section != section:
@@ -247,7 +218,7 @@ def toml_lines(found: Translation) -> Iterator[str]:
         causes = [shown_key(key).replace(" = ", ": ", 1) for key in keys[:4]]
         if name == "model_variant" and not keys:
             causes = ["its shape is replaced below"]
-        cause = ", ".join(causes) or f"default of {found.title}"
+        cause = ", ".join(causes) or f"default of {title}"
         yield f"{name} = {_toml(value)}  # {shown(cause)}"
 
 
@@ -259,87 +230,78 @@ def _toml(value: Any) -> str:
     return str(value)
 
 
-def _parse(found: Translation) -> TrainConfig:
-    """Parses the TOML as a launch does."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.toml")
-        path.write_text("\n".join(toml_lines(found)), encoding="utf-8")
-        try:
-            return parse_flags(TrainConfig, [f"--config={path}"])
-        except UserError as error:
-            raise UserError(str(error).replace(f"{path}: ", "")) from None
+def figures(found: Translation, path: str = "run.toml") -> Iterator[str]:
+    """Yields parameters, batch and length, unless they depend on what is not known.
 
-
-def check_run(
-    config: TrainConfig, num_devices: int | None, missing: Collection[str] = ()
-) -> Iterator[str]:
-    """Yields the parameters, the length and the memory of a run, without what is missing.
+    path   of the translation, for the command that predicts its memory
 
     Raises:
-        UserError: the run would be rejected.
+        UserError: a launch would reject the flags.
     """
+    config = found.config
+    doubtful = found.doubtful
     length = config.data.seq_length
     training = config.training
-    model = resolve_model(config.model, seq_length=length)
-    parameters = f"parameters: {num_params(model):,}"
-    if config.model.vocab_size or config.model.hf_config or not config.model.num_layers:
-        yield parameters
-    else:
-        yield f"{parameters}, with {model.vocab_size:,} tokens; the data decides"
+    if not doubtful & _COUNTED:
+        model = resolve_model(config.model, seq_length=length)
+        total = f"{num_params(model):,}"
+        if not found.has_vocabulary:
+            per_token = model.hidden_size * (1 if model.tie_embeddings else 2)
+            others = num_params(model) - per_token * model.padded_vocab_size
+            total = f"{others:,}, and {per_token:,} per token of the data's vocabulary"
+        yield f"parameters: {total}"
 
-    section = config.parallel
-    fewest = max(1, section.tp_size) * max(1, section.cp_size) * max(1, section.pp_size)
-    machine = Machine.of_gpus(2**62, num_devices or fewest)
-    rows = global_batch(training, resolve(config, machine).dims.size("dp"))
-    if not {"batch_size", "num_devices"} & set(missing):
+    command = f"estimate --config={path} --device=h100_80gb --num_devices={found.num_devices}"
+    rows = sequences_per_step(found)
+    if rows and "seq_length" not in doubtful:
         yield f"tokens per step: {rows * length:,} = {rows:,} sequences of {length:,}"
+    if rows and not training.global_batch_size:
+        command += f" --global_batch_size={rows}"
+    if found.num_devices:
+        yield f"memory: python -m fms_fsdp {command}"
 
-    # The length and the schedule are those of one rank, so a layout that is rejected has them too.
-    batch = BatchPlan(rows, 1, 1, training.rampup, True)
     if training.num_epochs:
         yield f"steps: those of {training.num_epochs} epochs of the data"
-        any_length = replace(training, num_epochs="", num_tokens=10**12)
-        config = replace(config, training=any_length)
-    elif "num_steps" not in missing:
-        steps = plan_length(config, batch, model.vocab_size, NOTHING)
-        points = plan_schedule(config, batch, steps)
-        unit = "tokens" if points.in_tokens else "steps"
-        yield f"steps: {steps:,}"
+    if training.num_steps is None or training.rampup:
+        if not rows or "seq_length" in doubtful:
+            return
+    if training.num_epochs or doubtful & _LENGTH:
+        return
+    # The length and the schedule are those of one rank.
+    batch = BatchPlan(rows or 1, 1, 1, training.rampup, True)
+    steps = last_step(training, batch, length)
+    yield f"steps: {steps:,}"
+    run = RunLength(steps, length, lambda step: batch.sequences_in(step) * length)
+    points = find_milestones(config.optim, run, in_tokens=bool(batch.rampup))
+    unit = "tokens" if points.in_tokens else "steps"
+    if not doubtful & _SCHEDULE:
         yield (
             f"schedule: {config.optim.lr_schedule}, {points.warmup:,} {unit} of warmup, decay from "
             f"{points.decay_start:,} to {points.decay_end:,}"
         )
-    if "num_devices" in missing:
-        return
-    run = plan(config, machine)
-    need = replace(MemoryBudget(machine).need(run), saves=0)
-    yield f"memory: {need.total / GIB:.1f} GiB per rank on {counted(run.world_size, 'device')}"
 
 
 def recognize(kinds: set[str], keys: list[Key]) -> str:
-    """Returns the program that knows most of the keys, and at least half of them.
+    """Returns the program of these keys: the one that has keys which only it has.
 
     Raises:
         UserError: none does, or more than one.
     """
-    names = [key.name for key in keys if not key.name.startswith(("launcher.", "config."))]
-    scores = dict[str, int]()  # the number of keys that each program knows
+    names = {key.name for key in keys}
+    programs = list[str]()
     for name in PROGRAMS:
         program = Program(name)
-        if kinds <= {*program.formats, "config.json"}:
-            scores[name] = sum(map(program.knows, names))
-    highest = max(scores.values(), default=0)
-    is_known = highest > 0 and 2 * highest >= len(names)
-    best = [name for name, score in scores.items() if score == highest and is_known]
-    if len(best) != 1:
+        is_format = kinds <= {*program.table["formats"], "config.json"}
+        if is_format and names & set(program.words("marks")):
+            programs.append(name)
+    if len(programs) != 1:
         found = "are of no known program"
-        if best:
-            found = f"are keys of {' and '.join(best)}"
+        if programs:
+            found = f"are keys of {' and '.join(programs)}"
         raise UserError(
-            f"the {counted(len(names), 'key')} {found}; set --from to one of {', '.join(PROGRAMS)}; "
-            f"{_WITHOUT_THEM}"
+            f"the keys {found}; set --from to one of {', '.join(PROGRAMS)}; {_WITHOUT_THEM}"
         )
-    return best[0]
+    return programs[0]
 
 
 def report(found: Translation) -> Iterator[str]:
@@ -354,50 +316,83 @@ def report(found: Translation) -> Iterator[str]:
                 text = shown_key(key)
                 if key.undecided:
                     text = f"{shown(key.name)}: {key.undecided}"
+                elif status == "undecided" and key.value is True:
+                    text = f"{shown(key.name)}: it has no value"
                 yield f"  {shown(key.place)}: {text}"
     yield from (f"differs without a key: {note}" for note in found.notes)
     if found.missing:
         names = [name.replace("num_devices", "--num_devices") for name in found.missing]
-        yield f"missing: {', '.join(names)}; {found.title} has no default, and ours would be a guess"
+        title = found.program.title
+        yield f"missing: {', '.join(names)}; {title} has no default, and ours would be a guess"
 
 
-def main(config: TranslateConfig) -> None:
+def read_input(words: Sequence[str], paths: Sequence[str]) -> tuple[set[str], list[Key], str]:
+    """Returns the formats, the keys and the config.json of files, or of a command and its files."""
+    keys = dict[str, Key]()
+    kinds = set[str]()
+    hf_config = ""
+    arguments = list[Key]()
+    if words:
+        command = read_command(list(words))
+        paths = command.files
+        name = Path(command.program).name
+        arguments = [
+            Key("launcher.program", name, "command"),
+            *read_arguments(command.arguments, name),
+        ]
+        arguments += command.devices()
+        kinds |= {"arguments"} if command.arguments else set()
+        for i, key in reversed(list(enumerate(arguments))):
+            if key.name not in ("job.config_file", "deepspeed_config") or key.undecided:
+                continue
+            if is_file(str(key.value)):
+                paths = [*paths, str(key.value)]
+                del arguments[i]
+            else:
+                arguments[i] = Key(key.name, None, key.place, f"{key.value} does not exist")
+    for path in dict.fromkeys(paths):
+        kind, own = read_keys(path)
+        kinds.add(kind)
+        if kind == "config.json":
+            hf_config = path
+        for key in own:
+            if key.name in keys:
+                raise UserError(
+                    f"{key.place}: {shown(key.name)} is also set at {keys[key.name].place}; "
+                    "remove one of them"
+                )
+            keys[key.name] = key
+    keys |= {key.name: key for key in arguments}  # they replace those of the files
+    if not keys:
+        raise UserError("the input has no keys; name a configuration or a command with options")
+    return kinds, list(keys.values()), hf_config
+
+
+def main(config: TranslateConfig, words: Sequence[str] = ()) -> None:
     """Writes the TOML and prints the lists. The command `translate`.
+
+    words   the command of another program, instead of files
 
     Raises:
         UserError: a file cannot be read, or its program is not known.
     """
-    files = {path: read_keys(path) for path in dict.fromkeys(config.files)}
-    keys = list[Key]()
-    set_at = dict[str, str]()
-    for _, own in files.values():
-        for key in own:
-            if key.name in set_at:
-                other = set_at[key.name]
-                raise UserError(
-                    f"{key.place}: {shown(key.name)} is also set at {other}; remove one of them"
-                )
-            set_at[key.name] = key.place
-            keys.append(key)
-    if not keys:
-        raise UserError(f"{shown(config.files[0])} has no keys; name a configuration")
-    hf_configs = [path for path, (kind, _) in files.items() if kind == "config.json"]
-    name = config.from_ or recognize({kind for kind, _ in files.values()}, keys)
-    program = Program(name)
-    found = translate(program, keys, hf_configs[0] if hf_configs else "")
-    devices = config.num_devices or found.get("_num_devices")
-    if config.num_devices and "num_devices" in found.missing:
-        found.missing.remove("num_devices")
+    if not words and not config.files:
+        raise UserError("translate requires a file or a command; use `translate FILE [FILE …]`")
+    kinds, keys, hf_config = read_input(words, config.files)
+    program = Program(config.from_ or recognize(kinds, keys))
+    if config.num_devices:
+        keys = [key for key in keys if key.name != "launcher.devices"]
+        keys.append(Key("launcher.devices", config.num_devices, "--num_devices"))
+    found = translate(program, keys, hf_config)
     lines = list(toml_lines(found))
     is_valid = True
-    checks = list[str]()
+    text = [f"{program.title} ({program.table['versions']}): {counted(len(found.keys), 'key')}"]
+    text += report(found)
     try:
-        checks.extend(check_run(_parse(found), devices, found.missing))
+        text += figures(found, config.output or "run.toml")
     except UserError as error:
         is_valid = False
-        checks.append(f"does not run as it is: {error}")
-    title = f"{found.title} ({program.versions}): {counted(len(keys), 'key')}"
-    text = [title, *report(found), *checks]
+        text.append(f"does not run as it is: {error}")
     if config.output:
         write_atomically(Path(config.output), "\n".join(lines) + "\n")
         text.append(
