@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fms_fsdp.distributed.dtensor import shard_slices
-from fms_fsdp.distributed.torch_private import stored_at
+from fms_fsdp.distributed.torch_private import storage_info
 
 _NUM_PLACES = 3  # columns before the offsets: file, position, length
 
@@ -94,7 +94,9 @@ def read_index(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> Metadata:
             )
             chunks.append(chunk)
             number, position, length = rows[row, :_NUM_PLACES].tolist()
-            storage[MetadataIndex(name, chunk.offsets)] = stored_at(files[number], position, length)
+            storage[MetadataIndex(name, chunk.offsets)] = storage_info(
+                files[number], position, length
+            )
         properties = TensorProperties(dtype=getattr(torch, dtype))
         entries[name] = TensorStorageMetadata(properties, torch.Size(size), chunks)
     return Metadata(entries, storage_data=storage)

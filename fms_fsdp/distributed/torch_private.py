@@ -1,10 +1,10 @@
-"""Names that torch does not publish. No other module uses one (tests/distributed/test_torch_private.py).
+"""What torch does not publish: no other module uses a private name of torch (a test holds that).
 
 "Public:" in a docstring is the published way, the issue or pull request that asks for one, or that
 none was found. A way that torch 2.11 lacks is used once a later torch is the oldest supported one.
 
-Each was tried with torch 2.11, 2.13 and 2.14 on CPUs. Those marked "GPU." do their work there alone,
-and were tried on one H200 with 2.11. Functions import the modules of torch that few launches need.
+Tried with torch 2.11, 2.13 and 2.14 on CPUs, and with 2.11 on one H200 (benchmarks/LOG.md), but for
+"Not tried:". Functions import the modules of torch that few launches need.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def make_dtensor(
 
 
 def reduce_scatter_streams(modules: Iterable[torch.nn.Module]) -> set[Any]:
-    """Returns the streams on which FSDP reduces the gradients of modules; None of a CPU. GPU.
+    """Returns the streams on which FSDP reduces the gradients of modules; None on a CPU.
 
     Public: none, https://github.com/pytorch/pytorch/issues/154657.
     """
@@ -131,18 +131,18 @@ def reduce_scatter_streams(modules: Iterable[torch.nn.Module]) -> set[Any]:
 
 
 def norms(tensors: Tensors) -> Tensors:
-    """Returns the 2-norm of each tensor, summed in fp32, by one kernel on a GPU. GPU.
+    """Returns the 2-norm of each tensor, summed in fp32, by one kernel on a GPU.
 
-    Public: `torch.foreach.norm` after 2.14, https://github.com/pytorch/pytorch/pull/193607.
+    Public: `torch.foreach` after 2.14, https://github.com/pytorch/pytorch/pull/193607.
     `torch.nn.utils.get_total_norm` sums in the dtype of the tensors.
     """
     return list(torch._foreach_norm(tensors, dtype=torch.float32))
 
 
 def multiply_(tensors: Tensors, factor: torch.Tensor) -> None:
-    """Multiplies tensors in place, by one kernel on a GPU. GPU.
+    """Multiplies tensors in place, by one kernel on a GPU.
 
-    Public: `torch.foreach.mul_` after 2.14, https://github.com/pytorch/pytorch/pull/193607.
+    Public: `torch.foreach` after 2.14, https://github.com/pytorch/pytorch/pull/193607.
     """
     torch._foreach_mul_(tensors, factor)
 
@@ -156,16 +156,16 @@ def scaled_matmul(
     dtype: torch.dtype,
     fast: bool,
 ) -> torch.Tensor:
-    """Returns scale_a · scale_b · (a b) of float8 factors. GPU.
+    """Returns scale_a · scale_b · (a b) of float8 factors, on a GPU.
 
-    Public: `torch.nn.functional.scaled_mm`, another operation, which FlopCounterMode does not count
-    (2.14) and which was not tried on a GPU.
+    Public: `torch.nn.functional.scaled_mm`, another operation, which flop_counter does not count
+    (2.14). It needs a comparison on a GPU first.
     """
     return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
 
 
 def fused_attention() -> set[Any]:
-    """Returns the operations to which `scaled_dot_product_attention` dispatches, but explicit matmuls.
+    """Returns the fused operations to which `scaled_dot_product_attention` dispatches.
 
     Public: none was found.
     """
@@ -185,9 +185,8 @@ def flash_attention(
 
     Public: `torch.nn.attention.sdpa_kernel`, which has no effect on the meta device.
     """
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, True)[
-        0
-    ]
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    out: torch.Tensor = attention(q, k, v, dropout, True)[0]
     return out
 
 
@@ -203,7 +202,7 @@ def import_compiler() -> None:
 
 
 def recompute_all_but_matmuls(enabled: bool) -> None:
-    """Sets whether the compiler recomputes everything but matmuls and attention. GPU.
+    """Sets whether the compiler recomputes everything but matmuls and attention.
 
     Public: none was found.
     """
@@ -213,7 +212,7 @@ def recompute_all_but_matmuls(enabled: bool) -> None:
 
 
 def set_graph_pass(edit: Callable[[torch.fx.Graph], None], key: str) -> None:
-    """Lets the compiler call `edit` with each graph of a forward and backward pass. GPU.
+    """Lets the compiler call `edit` with each graph of a forward and backward pass.
 
     `key` identifies what it does, for the compiler's cache.
 
@@ -245,16 +244,15 @@ def remove_graph_pass() -> None:
 def overlap_matmuls_with_collectives() -> None:
     """Lets the compiler overlap collectives with the matmuls next to them.
 
-    Public: none was found. Not tried on several GPUs.
+    Public: none was found. Not tried: on several GPUs.
     """
     from torch._inductor import config as inductor_config
 
     inductor_config._micro_pipeline_tp = True
 
 
-def silence_selective_checkpointing() -> None:
-    """Silences a warning that compiled blocks must not have operations in place if a policy chooses
-    the operations that are recomputed.
+def silence_in_place_warning() -> None:
+    """Silences the compiler's warning that recomputed blocks must not have operations in place.
 
     Public: none was found.
     """
@@ -296,7 +294,7 @@ def unscales_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def record_memory(max_entries: int | None) -> None:
-    """Starts to record the last allocations on the GPU; None ends it. GPU.
+    """Starts to record the last allocations on the GPU; None ends it.
 
     Public: documented under this name, https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
@@ -307,15 +305,15 @@ def record_memory(max_entries: int | None) -> None:
 
 
 def write_memory_snapshot(path: str) -> None:
-    """Writes the allocator's state and the recorded allocations. GPU.
+    """Writes the allocator's state and the recorded allocations.
 
     Public: documented under this name, https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
     """
     torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
 
 
-def stored_at(file: str, position: int, length: int) -> Any:
-    """Returns the place of a shard in a checkpoint, as DCP's `.metadata` has it.
+def storage_info(file: str, position: int, length: int) -> Any:
+    """Returns where a checkpoint stores a shard, as DCP's `.metadata` records it.
 
     Public: none was found.
     """
