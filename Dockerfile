@@ -3,7 +3,7 @@
 #   docker build --tag fms-fsdp .
 ARG IMAGE=pytorch/pytorch:latest
 FROM ${IMAGE}
-# Set IMAGE to a tag with torch 2.11 to 2.13; the installation keeps that torch.
+# Set IMAGE to a tag with torch 2.11 to 2.15; the installation keeps that torch.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 PYTHON=python3 HOME=/tmp USER=trainer
 COPY pyproject.toml /tmp/
 RUN python3 -c "import tomllib; print(*tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" >/tmp/packages.txt \

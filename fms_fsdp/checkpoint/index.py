@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fms_fsdp.distributed.dtensor import shard_slices
+from fms_fsdp.distributed.torch_private import storage_info
 
 _NUM_PLACES = 3  # columns before the offsets: file, position, length
 
@@ -75,7 +75,7 @@ def read_index(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> Metadata:
         raise ValueError("a file is in another folder")
     num_dims = (table.shape[1] - _NUM_PLACES) // 2
     entries = dict[str, Any]()
-    storage = dict[MetadataIndex, _StorageInfo]()
+    storage = dict[MetadataIndex, Any]()
     start = 0
     for name, size, dtype, stop in header["tensors"]:
         rows = table[start:stop]
@@ -94,7 +94,7 @@ def read_index(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> Metadata:
             )
             chunks.append(chunk)
             number, position, length = rows[row, :_NUM_PLACES].tolist()
-            storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(
+            storage[MetadataIndex(name, chunk.offsets)] = storage_info(
                 files[number], position, length
             )
         properties = TensorProperties(dtype=getattr(torch, dtype))

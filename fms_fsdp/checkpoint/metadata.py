@@ -7,8 +7,9 @@ import pickle
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata
+
+from fms_fsdp.distributed.torch_private import memory_formats
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": (
@@ -46,6 +47,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _memory_format(kind: Any, name: str) -> Any:
-    if kind is not dcp_metadata._MEM_FORMAT_ENCODING:
+    if kind is not memory_formats():
         raise pickle.UnpicklingError("getattr is not allowed")
     return kind[name]

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as _distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from fms_fsdp.distributed import torch_private
 from fms_fsdp.distributed.mesh import Mesh
 
 Tensors = list[torch.Tensor]
@@ -119,9 +118,7 @@ def sharded_like(shard: torch.Tensor, like: torch.Tensor, dim: int | None = None
     if dim is not None:
         placements = tuple(each if _dim(each) == dim else Replicate() for each in placements)
         shape = _only(shape, dim)
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), shard.dtype)
-    spec = DTensorSpec(like.device_mesh, placements, meta)
-    return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return torch_private.make_dtensor(shard, like.device_mesh, placements, shape)
 
 
 def zeros_along(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -179,7 +176,7 @@ def global_norm(tensors: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     device = None if mesh.device_mesh is None else mesh.device_mesh.device_type
     squared = torch.zeros((), device=device)
     for copies, shards in by_copies.items():
-        norms = torch.stack(torch._foreach_norm(shards, dtype=torch.float32))
+        norms = torch.stack(torch_private.norms(shards))
         norm: torch.Tensor = torch.linalg.vector_norm(norms)
         if device is None:
             return norm
@@ -209,9 +206,16 @@ def to_group_device(shard: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _dim(placement: Placement) -> int | None:
-    """Returns the dim that a placement shards; None for copies. _StridedShard is no Shard."""
-    assert isinstance(placement, Shard | _StridedShard | Replicate), placement
-    return None if isinstance(placement, Replicate) else placement.dim
+    """Returns the dim that a placement shards; None for copies.
+
+    The class of a strided placement is private, and not a subclass of Shard.
+    """
+    if placement.is_replicate():
+        return None
+    assert not placement.is_partial(), placement
+    sharded: Any = placement
+    dim: int = sharded.dim
+    return dim
 
 
 def _sharding_axes(tensor: torch.Tensor, dim: int | None = None) -> list[tuple[DeviceMesh, int]]:
@@ -284,9 +288,9 @@ def _group_over(axes: Sequence[tuple[DeviceMesh, int]]) -> dist.ProcessGroup | N
     if len(axes) < 2:
         return next((mesh.get_group(axis) for mesh, axis in axes), None)
     (mesh, first), names = axes[0], axes[0][0].mesh_dim_names or ()
-    flat = mesh[tuple(names[axis] for _, axis in axes)]._flatten()
+    flat = torch_private.flatten(mesh[tuple(names[axis] for _, axis in axes)])
     group: dist.ProcessGroup = flat.get_group()
     # A new group gets torch's default timeout, not that of its axes.
-    options = mesh.get_group(first)._get_backend(torch.device(mesh.device_type)).options
-    dist.distributed_c10d._set_pg_timeout(options._timeout, group)
+    device = torch.device(mesh.device_type)
+    group.set_timeout(torch_private.timeout_of(mesh.get_group(first), device))
     return group

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fms_fsdp.distributed import torch_private
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
 
 
@@ -42,7 +43,7 @@ class Mesh:
             # FSDP takes the mesh of "shard", even if it has all ranks.
             if len(parts) > 1 and (axis == "shard" or not is_world):
                 if parts not in self._joined:  # axes with the same parts share a group
-                    self._joined[parts] = mesh[parts]._flatten(axis)
+                    self._joined[parts] = torch_private.flatten(mesh[parts], axis)
                 self._groups[axis] = self._joined[parts].get_group()
             elif len(parts) == 1:
                 self._groups[axis] = mesh.get_group(parts[0])
@@ -51,7 +52,10 @@ class Mesh:
         groups = set(self._groups.values())
         groups |= {flat.get_group() for flat in self._joined.values()}
         for group in groups:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            if group is None:
+                group = dist.group.WORLD
+            assert group is not None
+            group.set_timeout(timeout)
 
     @property
     def fsdp_mesh(self) -> DeviceMesh | None:
@@ -63,7 +67,7 @@ class Mesh:
         if shard is not None:  # cp shards too
             if not has_replicas:
                 return shard
-            return DeviceMesh._concatenate([self.device_mesh["dp_replicate"], shard])
+            return torch_private.concatenate([self.device_mesh["dp_replicate"], shard])
         if self.size("dp") == self.size("world"):
             return self.device_mesh
         return self.device_mesh[("dp_replicate", "dp_shard") if has_replicas else ("dp_shard",)]

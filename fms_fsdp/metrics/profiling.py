@@ -17,6 +17,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fms_fsdp.config import ProfilerConfig
+from fms_fsdp.distributed import torch_private
 from fms_fsdp.logs import log, rank_log
 
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "_c10d_functional")
@@ -46,7 +47,7 @@ class StepProfiler:
         if cfg.profiler_ranks and rank not in cfg.profiler_ranks:
             return
         if cfg.memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=200_000)
+            torch_private.record_memory(max_entries=200_000)
         wait = cfg.profiler_wait
         warmup = cfg.profiler_warmup
         active = cfg.profiler_active
@@ -77,7 +78,7 @@ class StepProfiler:
             running.stop()
             if self._cfg.memory_snapshot:
                 dump_memory(self._folder, self._rank)
-                torch.cuda.memory._record_memory_history(enabled=None)
+                torch_private.record_memory(None)
 
     def dump_at_failure(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Writes a memory snapshot after running out of memory, as an exit callback of `with`."""
@@ -105,7 +106,7 @@ def dump_memory(folder: Path, rank: int) -> None:
         path = str(folder / f"memory_rank{rank}.pickle")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+            torch_private.write_memory_snapshot(path)
         except OSError as error:
             rank_log.warning("cannot write %s: %s", path, error.strerror)
 

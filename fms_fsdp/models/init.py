@@ -21,7 +21,7 @@ from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.models.llama import Llama
 
 _BLOCK_ROWS = 256
-_WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPER_PREFIXES = ("_recomputed.", "_orig_mod.")
 
 
 def clean_name(name: str) -> str:

@@ -21,6 +21,7 @@ from fms_fsdp.config import FP32, OptimConfig, Precision
 from fms_fsdp.config.flag import Flag, coerce
 from fms_fsdp.config.values import joined, must_be_one_of, shown
 from fms_fsdp.distributed.dtensor import local_shard, local_shards
+from fms_fsdp.distributed.torch_private import multiply_, unscales_gradients
 from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params_by_unit
@@ -85,7 +86,7 @@ class Optimizers:
             if skips_on_device:
                 optimizer.found_inf = is_bad.to(params[0].device, torch.float32)
             if clip_factor is not None:
-                if _is_fused(optimizer) and params[0].device.type == "cuda":
+                if _divides_gradients(optimizer) and params[0].device.type == "cuda":
                     optimizer.grad_scale = 1 / clip_factor  # it divides by this
                 else:
                     scale_gradients(params, clip_factor)
@@ -133,16 +134,13 @@ class Optimizers:
             local_shard(value).copy_(local_shard(state[name]))
 
 
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer reads `found_inf` and `grad_scale` on the device.
-
-    torch.amp.GradScaler sets these attributes.
-    """
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether the optimizer reads `found_inf` and `grad_scale` on the device."""
+    return unscales_gradients(optimizer) or getattr(optimizer, "divides_gradients", False)
 
 
 def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    return _is_fused(optimizer) or getattr(optimizer, "skips_on_device", False)
+    return _divides_gradients(optimizer) or getattr(optimizer, "skips_on_device", False)
 
 
 @torch.no_grad()
@@ -152,7 +150,7 @@ def scale_gradients(params: Sequence[torch.Tensor], factor: torch.Tensor) -> Non
     factor = factor.to(params[0].device)
     # On a CPU the comparison costs no sync and saves a pass over the gradients.
     if shards and (factor.device.type != "cpu" or factor != 1):
-        torch._foreach_mul_(shards, factor)
+        multiply_(shards, factor)
 
 
 def build_optimizers(

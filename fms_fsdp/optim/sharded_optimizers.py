@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.rprop import rprop
 
 from fms_fsdp.distributed.dtensor import (
     Tensors,
@@ -361,8 +362,31 @@ class Rprop(torch.optim.Rprop):
             )
         super().__init__(params, lr, etas, step_sizes, foreach=True)
 
-    def _init_group(self, group: Group, *lists: Any) -> Any:
-        has_complex = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for tensors in lists[:-1]:  # parameters, gradients, states; the last list counts steps
-            tensors[:] = local_shards(tensors)
-        return has_complex
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            states = [self._state_of(param, group) for param in params]
+            lower, higher = group["etas"]
+            smallest, largest = group["step_sizes"]
+            rprop(
+                local_shards(params),
+                local_shards(param.grad for param in params),
+                local_shards(state["prev"] for state in states),
+                local_shards(state["step_size"] for state in states),
+                [state["step"] for state in states],
+                foreach=True,
+                step_size_min=smallest,
+                step_size_max=largest,
+                etaminus=lower,
+                etaplus=higher,
+            )
+
+    def _state_of(self, param: torch.Tensor, group: Group) -> State:
+        """Returns the state of a parameter, which its first step creates."""
+        state: State = self.state[param]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["prev"] = torch.zeros_like(param)
+            state["step_size"] = torch.full_like(param, float(group["lr"]))
+        return state

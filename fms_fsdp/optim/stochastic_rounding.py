@@ -119,7 +119,7 @@ class RoundedAdamW(ShardedOptimizer):
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
-    _step_supports_amp_scaling = True  # torch's name for: reads these two on the device
+    divides_gradients = True  # by `grad_scale`
     grad_scale: torch.Tensor | None = None
 
     def __init__(

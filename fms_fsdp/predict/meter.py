@@ -22,27 +22,25 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - the first dispatch mode, or optimizer, imports it
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._C._distributed_c10d import FakeProcessGroup
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fms_fsdp.config import ParallelConfig, Precision
+from fms_fsdp.distributed import torch_private
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.dtensor import is_partial, local_shard
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.torch_private import TorchDispatchMode
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
 from fms_fsdp.parallel.dtypes import DTYPES, apply_precision, cast_weights
 
+torch_private.import_compiler()  # now, not at the first dispatch mode or optimizer
 _ATEN = torch.ops.aten
 _ATTENTION = ("_scaled_dot_product", "flex_attention")  # prefixes of names of operations
 _NOT_FUSED = {_ATEN.native_layer_norm, _ATEN.native_layer_norm_backward, _ATEN.embedding}
@@ -194,9 +192,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         made = _tensors(result)
-        name = func._overloadpacket.__name__
+        name = func.overloadpacket.__name__
         is_collective = name in _SENT
-        is_matmul = func._overloadpacket in flop_registry
+        is_matmul = func.overloadpacket in flop_registry
 
         size = sum(map(_num_bytes, given)) + sum(map(_num_bytes, made))
         if is_collective:
@@ -214,7 +212,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.parents[number] |= sources - {number}
         if is_matmul or is_collective:
             self.written |= results
-        if is_matmul or is_collective or func._overloadpacket in _NOT_FUSED:
+        if is_matmul or is_collective or func.overloadpacket in _NOT_FUSED:
             self.held |= sources | results
         for tensor in made:
             if tensor.dtype == torch.bool:  # masks of dropout are stored
@@ -233,7 +231,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_flops(
         self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], result: Any
     ) -> None:
-        packet = func._overloadpacket
+        packet = func.overloadpacket
         name = packet.__name__
         kind = "attention"
         if not name.startswith(_ATTENTION):
@@ -262,12 +260,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def number(self, tensor: torch.Tensor) -> int:
         """Returns the number of the tensor's storage."""
         storage = local_shard(tensor).untyped_storage()  # that of a DTensor has the global size
-        if storage._cdata not in self.numbers:
-            self.numbers[storage._cdata] = len(self.sizes)
+        address = torch_private.storage_address(storage)
+        if address not in self.numbers:
+            self.numbers[address] = len(self.sizes)
             self.sizes.append(storage.nbytes())
             self.parents.append(set())
-            weakref.finalize(storage, self._free, storage._cdata)
-        return self.numbers[storage._cdata]
+            weakref.finalize(storage, self._free, address)
+        return self.numbers[address]
 
     def alive(self) -> set[int]:
         """Returns the numbers of the storages that are alive."""
@@ -306,43 +305,21 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Returns the tensors in the arguments, or the result, of an operation."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    tensors = []
+    for each in tree:
+        tensors += _tensors(each)
+    return tensors
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-class _Axis(DeviceMesh):
-    """The first rank's mesh of one axis, without processes.
-
-    It needs no default process group, so a launch can measure before or after it has one. A group
-    of torch's fake backend accepts collectives and does nothing.
-    """
-
-    def __init__(self, name: str, size: int) -> None:
-        super().__init__(
-            "cpu", list(range(size)), mesh_dim_names=(name,), _init_backend=False, _rank=0
-        )
-        backend = FakeProcessGroup._create_internal(0, size)
-        self._group = dist.ProcessGroup(dist.HashStore(), 0, size)
-        for device in ("cpu", "cuda", "meta"):
-            kind = dist.ProcessGroup.BackendType.CUSTOM
-            self._group._register_backend(torch.device(device), kind, backend)
-        self._group._set_group_name(_GROUP + name)  # type: ignore[arg-type]
-
-    # DTensor caches results by mesh: a mesh of real ranks must not find those of this one.
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        return self._group
-
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        return 0
 
 
 class _FirstRank(Mesh):
@@ -357,8 +334,9 @@ class _FirstRank(Mesh):
 
 
 @cache
-def _axis(name: str, size: int) -> _Axis:
-    return _Axis(name, size)
+def _axis(name: str, size: int) -> DeviceMesh:
+    """Returns the first rank's mesh of an axis: a launch measures before or after it has processes."""
+    return torch_private.MeshWithoutProcesses(name, size, _GROUP + name)
 
 
 class _FusedNorm(TorchFunctionMode):  # type: ignore[no-untyped-call]
@@ -398,8 +376,7 @@ def _flash(
 ) -> torch.Tensor:
     """Computes attention as flash, cuDNN and flex_attention keep it: q, k, v, the result, and fp32
     values per row. On the meta device torch would choose explicit matmuls."""
-    out: torch.Tensor = _ATEN._scaled_dot_product_flash_attention(q, k, v, dropout, True)[0]
-    return out
+    return torch_private.flash_attention(q, k, v, dropout)
 
 
 def _use_flash(model: Llama) -> None:
@@ -485,7 +462,7 @@ def _measured(setup: ModelSetup, part: str, num_sequences: int) -> Cost:
     for name in ("tp", "cp"):  # before the mode is active, in which a mesh cannot read its ranks
         _axis(name, setup.dims.size(name))
     if setup.device_type == "cpu":
-        with FakeTensorMode(), torch.device("cpu"):
+        with torch_private.fake_tensors(), torch.device("cpu"):
             return _measure(setup, part, num_sequences)
     # FakeTensorMode with a device "cuda" aborts the process if torch is built without CUDA.
     with torch.device("meta"):

@@ -188,6 +188,7 @@ def test_background_save_never_waits_for_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU is faked: its stream records who waits for it."""
+    model, optimizer = made(0, width=64)  # an optimizer asks torch.accelerator for the real one
     waits: list[str] = []
     stream = SimpleNamespace(device_type="cuda", synchronize=lambda: waits.append("synchronize"))
     for name, fake in {
@@ -199,7 +200,10 @@ def test_background_save_never_waits_for_gpu(
         "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    saved(tmp_path, 3, in_background=True, width=64)
+    manager, state = manager_of(tmp_path, model, optimizer, in_background=True)
+    state.step = 3
+    manager.save(state, wait=False)
+    manager.close()
     assert waits == ["set_device 5"]  # its thread belongs to this rank's GPU, not to the first
     assert not is_bad(tmp_path / "step_3")
 

@@ -64,5 +64,5 @@ def test_other_layers_and_positions_change_no_weight() -> None:
 
 
 def test_wrapper_prefixes_do_not_change_a_name() -> None:
-    name = "blocks.1._checkpoint_wrapped_module.attention.q_proj.weight"
+    name = "blocks.1._recomputed.attention.q_proj.weight"
     assert clean_name(name) == "blocks.1.attention.q_proj.weight"
