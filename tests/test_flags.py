@@ -110,6 +110,11 @@ def test_wrong_flag_is_one_line_with_fix(argv: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_preset_continue_takes_hugging_face_weights() -> None:
+    cfg = parse("--config=continue", "--init_from_hf=folder")
+    assert cfg.checkpoint.load_model_only and cfg.optim.learning_rate == 3e-5
+
+
 def test_flags_override_config_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(
         "# comments stay\nseq-length = 64\nnum_steps = 7\n[optim]\nlearning_rate = 1e-3\n"
