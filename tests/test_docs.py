@@ -265,7 +265,9 @@ def run_block(block: Block, clone: Path, programs: Path) -> None:
     )
     assert result.returncode == 0, f"{block.text}\n{result.stdout[-6000:]}"
     missing = missing_line(block.output, result.stdout, block.text, varies=block.output_varies)
-    assert missing is None, f"{block.place} shows {missing!r}, but printed:\n{result.stdout[-6000:]}"
+    assert missing is None, (
+        f"{block.place} shows {missing!r}, but printed:\n{result.stdout[-6000:]}"
+    )
 
 
 @pytest.mark.slow
