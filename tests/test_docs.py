@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -268,6 +269,20 @@ def run_block(block: Block, clone: Path, programs: Path) -> None:
     assert missing is None, (
         f"{block.place} shows {missing!r}, but printed:\n{result.stdout[-6000:]}"
     )
+
+
+def test_tour_quotes_the_code() -> None:
+    """docs/design/tour.md: each block is in the file that is named last before it."""
+    page = (ROOT / "docs/design/tour.md").read_text()
+    stops = [fence for fence in FENCED.finditer(page) if fence[1] == "python"]
+    assert len(stops) == 12
+    for fence in stops:
+        file = re.findall(r"`([\w/]+\.py)`", page[: fence.start()])[-1]
+        code = (ROOT / file).read_text()
+        first = fence[2].splitlines()[0]
+        indents = set(re.findall(rf"^( *){re.escape(first)}$", code, re.MULTILINE))
+        quotes = [textwrap.indent(fence[2], indent) for indent in indents]
+        assert any(quote in code for quote in quotes), f"{file} has no\n{fence[2]}"
 
 
 @pytest.mark.slow
