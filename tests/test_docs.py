@@ -3,7 +3,8 @@
 Blocks of commands run in the order of the pages, in a copy of the repository with an environment of its own.
 A block after `<!-- needs: gpu -->` (or cluster, network, docker) cannot run here, and a block that starts the
 checks and the tests has run before (.ci/run): the parser of the program reads them, as it reads the commands
-within sentences. `python main_training.py` and `python -m fms_fsdp` start as forks (tests/warm_shell.py).
+within sentences. A `text` block that follows directly is the output: each of its lines is printed, in this order
+(tests/printed.py). `python main_training.py` and `python -m fms_fsdp` start as forks (tests/warm_shell.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +29,15 @@ from fms_fsdp.config.flag import flag_table
 from fms_fsdp.config.parse import parse_flags
 from tests.cli import ROOT
 from tests.fresh import copy_tracked, make_environment, outside
+from tests.printed import missing_line
 from tests.warm_shell import on_path, warm_programs
 
 OUTSIDE_DOCS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md")]
 PAGES = [*OUTSIDE_DOCS, *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: (gpu|cluster|network|docker) -->\n\Z")
+# An output that contains text of documents, which changes with them, stands after `<!-- varies -->`.
+OUTPUT = re.compile(r"\s*(<!-- varies -->\n)?```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAMS = "python|torchrun|bash|source|fms-fsdp|sbatch|srun|docker|torchx|tensorboard|for"
 # Two spaces after a name are a column of a table: `prepare` prints one with the head "source".
 COMMAND = re.compile(rf"^ *([A-Z_]+=\S* )*({PROGRAMS}) (?! )", re.MULTILINE)
@@ -51,6 +56,8 @@ class Block(NamedTuple):
     text: str
     needs: str
     is_active: bool
+    output: str = ""
+    output_varies: bool = False
 
     @property
     def is_run(self) -> bool:
@@ -67,7 +74,13 @@ def blocks() -> Iterator[Block]:
                 needs = NEEDS.search(before)
                 is_active = page.name != "README.md" or ACTIVATE in before
                 place = f"{page.stem}:{before.count(chr(10)) + 1}"
-                yield Block(place, fence[2], needs[1] if needs else "", is_active)
+                needed = needs[1] if needs else ""
+                output = OUTPUT.match(content, fence.end())
+                if output is None:
+                    yield Block(place, fence[2], needed, is_active)
+                else:
+                    varies = output[1] is not None
+                    yield Block(place, fence[2], needed, is_active, output[2], varies)
 
 
 def inline_commands() -> Iterator[tuple[str, str]]:
@@ -106,6 +119,8 @@ def read_by_its_parser(line: str) -> None:
         if word in ("fms_fsdp", "fms-fsdp") and (i == 0 or words[i - 1] == "-m"):
             if rest[:1] == ["train"]:
                 return _parse(TrainConfig, rest[1:])
+            if rest == ["--version"]:
+                return None
             num_words = 1 if rest[0] in COMMANDS else 2
             if flags := rest[num_words:]:  # without flags a sentence only names the command
                 _parse(find_flags(" ".join(rest[:num_words])), flags)
@@ -150,7 +165,7 @@ def test_the_commands_of_all_pages_are_found() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_finished_and_its_links_lead_somewhere(page: Path) -> None:
     text = page.read_text()
-    assert not re.search(r"\b(TODO|FIXME|XXX|TBD)\b", text)
+    assert not re.search(r"\b(TODO|FIXME|XXX|TBD|[A-Z]+-URL)\b", text)
     links = re.findall(r"\]\(([^)#:\s]+)\)", text)
     assert all((page.parent / link).exists() for link in links), links
 
@@ -198,6 +213,29 @@ def test_a_command_that_no_program_takes_is_noticed(line: str) -> None:
         read_by_its_parser(line)
 
 
+@pytest.mark.parametrize(
+    ("shown", "printed", "found"),
+    [
+        ("08:51:02 step 1/20  loss 6.9", "23:01:59 step 1/20  loss 7.1234", True),
+        ("step 20/20  5,901 tok/s  410 MiB/11 GiB  0s left", "step 20/20  1 tok/s  1 GiB/5 GiB  2m left", True),
+        ("a  2 files\n…\nc", "a       13 files\nb\nc", True),
+        ("data_fingerprint 49c76a7e1e61ad2e", "data_fingerprint dad77546965b8972", True),
+        ("a thing that …", "a thing that is long", True),
+        ("c\na", "a\nc", False),
+        ("saved runs/a", "saved runs/b", False),
+        ("2 binary files", "2 empty documents", False),
+    ],
+)  # fmt: skip
+def test_output_is_compared_by_pattern(shown: str, printed: str, found: bool) -> None:
+    assert (missing_line(shown, printed, "python main_training.py") is None) == found
+
+
+def test_predictions_are_compared_by_value() -> None:
+    command = "python -m fms_fsdp estimate --model_variant=7b"
+    assert missing_line("total  48.62", "total  48.62", command) is None
+    assert missing_line("total  48.62", "total  48.63", command) == "total  48.62"
+
+
 @pytest.fixture(scope="module")
 def programs(clone: Path) -> Iterator[Path]:
     """A folder with programs that start as forks."""
@@ -207,7 +245,7 @@ def programs(clone: Path) -> Iterator[Path]:
 
 
 def run_block(block: Block, clone: Path, programs: Path) -> None:
-    """Runs the commands in the clone; fails if one of them does."""
+    """Runs the commands in the clone; fails if one of them does, or prints other lines than the page."""
     script = block.text
     if block.is_active:
         script = f"{ACTIVATE}\n{on_path(programs)}\n{block.text}"
@@ -217,12 +255,31 @@ def run_block(block: Block, clone: Path, programs: Path) -> None:
         ["bash", "-e", "-o", "pipefail", "-c", script],
         cwd=clone,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=900,
         stdin=subprocess.DEVNULL,
     )
-    assert result.returncode == 0, f"{block.text}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    assert result.returncode == 0, f"{block.text}\n{result.stdout[-6000:]}"
+    missing = missing_line(block.output, result.stdout, block.text, varies=block.output_varies)
+    assert missing is None, (
+        f"{block.place} shows {missing!r}, but printed:\n{result.stdout[-6000:]}"
+    )
+
+
+def test_tour_quotes_the_code() -> None:
+    """docs/design/tour.md: each block is in the file that is named last before it."""
+    page = (ROOT / "docs/design/tour.md").read_text()
+    stops = [fence for fence in FENCED.finditer(page) if fence[1] == "python"]
+    assert len(stops) == 12
+    for fence in stops:
+        file = re.findall(r"`([\w/]+\.py)`", page[: fence.start()])[-1]
+        code = (ROOT / file).read_text()
+        first = fence[2].splitlines()[0]
+        indents = set(re.findall(rf"^( *){re.escape(first)}$", code, re.MULTILINE))
+        quotes = [textwrap.indent(fence[2], indent) for indent in indents]
+        assert any(quote in code for quote in quotes), f"{file} has no\n{fence[2]}"
 
 
 @pytest.mark.slow

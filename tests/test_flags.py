@@ -87,6 +87,11 @@ def test_flag_may_repeat_its_value() -> None:
     assert parse("--num_steps=1000", "--num-steps", "1k").training.num_steps == 1000
 
 
+def test_preset_continue_takes_hugging_face_weights() -> None:
+    cfg = parse("--config=continue", "--init_from_hf=folder")
+    assert cfg.checkpoint.load_model_only and cfg.optim.learning_rate == 3e-5
+
+
 def test_flags_override_config_files_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(
         "# comments stay\nseq-length = 64\nnum_steps = 7\n[optim]\nlearning_rate = 1e-3\n"

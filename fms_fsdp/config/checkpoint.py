@@ -57,7 +57,7 @@ class CheckpointConfig(KeepConfig):
     optimizer; no effect with load_model_only."""
     load_model_only: bool = flag(False, in_name=True)
     """Load only the weights of ckpt_load_path; the run starts at step 0 with new optimizer and
-    data."""
+    data, as it always does with init_from_hf."""
     resume: str = flag("auto", choices="auto must never")
     """Resume from the newest valid checkpoint: auto if there is one, must requires one, never
     starts from scratch."""
@@ -83,10 +83,6 @@ class CheckpointConfig(KeepConfig):
             raise UserError(
                 f"--resume_step={self.resume_step} and --resume=never cannot be used together; "
                 "remove --resume"
-            )
-        if self.load_model_only and not self.ckpt_load_path:
-            raise UserError(
-                "--load_model_only=True requires --ckpt_load_path; set it to the checkpoint"
             )
         interval = 0 if self.checkpoint_schedule else self.checkpoint_interval
         if self.export_interval and (not interval or self.export_interval % interval):

@@ -55,6 +55,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         only_one(self, "init_from_hf", "ckpt_load_path")
+        has_weights = self.checkpoint.ckpt_load_path or self.model.init_from_hf
+        if self.checkpoint.load_model_only and not has_weights:
+            raise UserError(
+                "--load_model_only=True requires --ckpt_load_path; set it to the checkpoint"
+            )
         only_one(self, "rampup_batch_size", "dataset_builder")
         for source in ("dataset_builder", "use_dummy_dataset"):  # which have no epochs
             only_one(self, "eval_epochs", source)
