@@ -122,8 +122,9 @@ def read_by_its_parser(line: str) -> None:
             if rest == ["--version"]:
                 return None
             num_words = 1 if rest[0] in COMMANDS else 2
+            flags_type = find_flags(" ".join(rest[:num_words]))
             if flags := rest[num_words:]:  # without flags a sentence only names the command
-                _parse(find_flags(" ".join(rest[:num_words])), flags)
+                _parse(flags_type, flags)
             return None
         if word == "benchmarks/bench_train.py":
             sys.path.insert(0, str(ROOT / "benchmarks"))
