@@ -84,13 +84,26 @@ class CheckpointConfig(KeepConfig):
                 f"--resume_step={self.resume_step} and --resume=never cannot be used together; "
                 "remove --resume"
             )
-        interval = 0 if self.checkpoint_schedule else self.checkpoint_interval
-        if self.export_interval and (not interval or self.export_interval % interval):
-            scheduled = ", without --checkpoint_schedule" * bool(self.checkpoint_schedule)
+        self._check_exports()
+
+    def _check_exports(self) -> None:
+        if not self.export_interval:
+            return
+        exports = f"--export_interval={self.export_interval}"
+        if self.checkpoint_schedule:
             raise UserError(
-                f"--export_interval={self.export_interval} must be a multiple of "
-                f"--checkpoint_interval={self.checkpoint_interval}{scheduled}; use "
-                f"--export_interval={interval or self.checkpoint_interval or 1000}"
+                f"{exports} requires checkpoints at an interval, not a --checkpoint_schedule; set "
+                "--checkpoint_interval instead"
+            )
+        if not self.checkpoint_interval:
+            raise UserError(
+                f"{exports} requires checkpoints, but --checkpoint_interval=0; set "
+                f"--checkpoint_interval={self.export_interval}"
+            )
+        if self.export_interval % self.checkpoint_interval:
+            raise UserError(
+                f"{exports} must be a multiple of --checkpoint_interval={self.checkpoint_interval}; "
+                f"use --export_interval={self.checkpoint_interval}"
             )
 
     @property

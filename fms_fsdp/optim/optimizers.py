@@ -315,8 +315,11 @@ def optimizer_arguments(name: str, config: OptimConfig) -> dict[str, Any]:
         elif key in taken and not isinstance(taken[key].default, tuple):
             arguments[key] = values[0]
         elif ":" in name and values != defaults:
+            changed = [
+                flag for flag in flags if getattr(config, flag) != getattr(OptimConfig(), flag)
+            ]
             raise UserError(
-                f"--{flags[0]} has no effect on --optimizer={name}, which takes no {key}; remove it"
+                f"--{changed[0]} has no effect on --optimizer={name}, which takes no {key}; remove it"
             )
     free = [key for key in taken if key not in _FIXED | arguments.keys()]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature)
@@ -341,14 +344,15 @@ def optimizer_arguments(name: str, config: OptimConfig) -> dict[str, Any]:
 
 def _parse(text: str, parameter: inspect.Parameter) -> Any:
     """Returns the text as the type of the parameter; numbers of a tuple are separated by colons."""
+    name = f"optimizer_kwargs={parameter.name}"  # as an error shows it
     if isinstance(parameter.default, tuple):
-        row = Flag((), "", name="optimizer_kwargs", type=tuple[float, ...])
+        row = Flag((), "", name=name, type=tuple[float, ...])
         return coerce(row, text.replace(":", ","))
     declared = getattr(parameter.annotation, "__name__", parameter.annotation)
     kind = {"bool": bool, "int": int, "float": float}.get(declared, type(parameter.default))
     if kind not in (bool, int, float):
         return text
-    return coerce(Flag(None, "", name="optimizer_kwargs", type=kind), text)
+    return coerce(Flag(None, "", name=name, type=kind), text)
 
 
 @cache

@@ -122,8 +122,8 @@ def find_device(name: str, path: str = "") -> Device:
         devices |= _read(Path(path))
     if name not in devices:
         raise UserError(
-            f"--device={name} {must_be_one_of(list(devices), name, cutoff=0.4)}; or describe it in "
-            "--hardware=FILE.toml, as fms_fsdp/predict/devices.toml does"
+            f"--device={name} must be described in --hardware=FILE.toml, as fms_fsdp/predict/devices.toml "
+            f"does, or {must_be_one_of(list(devices), name, cutoff=0.4).removeprefix('must ')}"
         )
     return devices[name]
 

@@ -263,10 +263,12 @@ class EstimateConfig(TrainConfig, EstimateFlags):
             raise UserError(
                 f"--num_epochs={typed(self.training.num_epochs)} requires data; set --num_tokens"
             )
-        if self.device is None and "auto" in (self.parallel.recompute, self.training.batch_size):
-            raise UserError(
-                "auto requires the memory of a device; set --device, or --recompute and --batch_size"
-            )
+        autos = {"recompute": self.parallel.recompute, "batch_size": self.training.batch_size}
+        for name, value in autos.items():
+            if self.device is None and value == "auto":
+                raise UserError(
+                    f"--{name}=auto requires the memory of a device; set --device, or another value"
+                )
         if self.device is not None and self.parameters is not None:
             raise UserError("--parameters is not supported with --device; set --model_variant")
         super().__post_init__()

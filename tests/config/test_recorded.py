@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "--sharding_strategy=none --tp_size=2",
     ),
     "a model has at most 100,000 blocks": ("--num_layers=1e6",),
+    "BLOOM pads its vocabulary to a multiple of 250,880": ("--vocab_multiple_of=1e6",),
     "any number of logical shards is accepted": (
         "--logical_shards=1.5k",
         "--logical_shards=1e6",
