@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.prepare import formats as documents
+from fms_fsdp.prepare import documents
 from fms_fsdp.prepare.convert import read_token_file
 from fms_fsdp.prepare.documents import Document, Problem, TextFormat, read_part
 from fms_fsdp.prepare.input_files import find_files, plan_slices
