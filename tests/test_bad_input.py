@@ -367,5 +367,5 @@ def test_advice_names_packages_of_the_index() -> None:
     text = "".join(file.read_text() for file in [*files, ROOT / "README.md"])
     named = set(re.findall(r"pip install '?(?!-)([\w\[\]-]+)", text))
     known = "pyyaml wandb tokenizers transformers matplotlib zstandard lm-eval lm-eval[hf]"
-    known += " huggingface_hub vllm"
+    known += " huggingface_hub vllm pre-commit"
     assert named <= set(known.split()), named
