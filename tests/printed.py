@@ -20,13 +20,13 @@ def missing_line(shown: str, printed: str, commands: str, *, varies: bool = Fals
     """Returns the first line of `shown` that was not printed after the lines before it.
 
     A line `…` stands for any lines, and at the end of a line for its rest. With `varies` only the first
-    word of each line counts, and none of a line that is text of a document (indented by six spaces).
+    word of each line counts, and none of an indented line, which is a document or its text.
     """
     is_exact = not re.sub(r"(?m)^.*fms_fsdp (estimate|translate) .*$", "", commands).strip()
     lines = iter([_pattern(line, is_exact) for line in printed.splitlines()])
     for line in shown.splitlines():
         wanted = _pattern(line, is_exact)
-        if wanted in ("", "…") or (varies and line.startswith(" " * 6)):
+        if wanted in ("", "…") or (varies and line.startswith(" ")):
             continue
         if varies:
             is_found = any(printed_line.split()[:1] == wanted.split()[:1] for printed_line in lines)

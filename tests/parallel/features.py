@@ -93,13 +93,10 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def features_table() -> str:
-    """Returns the exceptions and the list of all features, as docs/reference/parallelism-tables.md shows them."""
+    """Returns the features that an axis excludes, as docs/reference/parallelism-tables.md shows them."""
     lines = ["| feature | flags | tp | cp | pp |", "|---|---|---|---|---|"]
     for feature in FEATURES:
         if feature.refused:
             cells = [feature.refused.get(axis, "works") for axis in MODEL_AXES]
             lines.append(f"| {feature.name} | `{feature.flags}` | {' | '.join(cells)} |")
-    lines += ["", "These work with all three axes:", ""]
-    working = [f"`{feature.flags}`" for feature in FEATURES if not feature.refused]
-    lines += [", ".join(working[i : i + 5]) + "," for i in range(0, len(working), 5)]
-    return "\n".join(lines).removesuffix(",")
+    return "\n".join(lines)

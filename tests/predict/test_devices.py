@@ -46,7 +46,7 @@ def own(tmp_path: Path) -> Path:
         ("AMD Instinct MI250X", 191.5),
         ("AMD Instinct MI300X", 1307),
         ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 3090", None),
+        ("NVIDIA GeForce RTX 3080", None),
     ],
 )
 def test_peak_is_known_by_the_name(gpu: str, tflops: float | None) -> None:
@@ -134,7 +134,9 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("NVIDIA RTX A6000", 47.4, "a6000"),
         ("NVIDIA L4", 22.0, "l4"),
         ("NVIDIA L40S", 44.4, "l40s"),
-        ("NVIDIA GeForce RTX 3090", 23.6, None),
+        ("NVIDIA GeForce RTX 3090", 23.6, "rtx3090"),
+        ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"),
+        ("NVIDIA GeForce RTX 3080", 9.8, None),
     ],
 )
 def test_a_gpu_is_known_by_the_name_of_its_driver_and_its_memory(
