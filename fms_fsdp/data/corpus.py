@@ -125,7 +125,8 @@ def open_corpus(
     names = _source_names(section, storage, paths)
     counts = _read_counts(storage, paths)
     every = sorted({*paths, *counts})
-    found = {name: _shards_of(name, every, storage, may_miss) for name in names}
+    others = (*HELD_OUT, "meta/", *_inner_corpora(paths))
+    found = {name: _shards_of(name, every, others, storage, may_miss) for name in names}
     listed = _unlinked(found, storage, is_named=bool(section.datasets))
     opened = _open_some(storage, listed, counts, may_miss)
     sep_token = _find_sep_token(section, opened)
@@ -133,7 +134,8 @@ def open_corpus(
     if section.weights:
         weights = dict(zip(names, section.weights, strict=True))
     listed = dict(sorted(listed.items()))
-    fingerprints = in_threads(partial(content_fingerprint, storage), listed.values())
+    fingerprint = partial(content_fingerprint, storage, may_miss=may_miss)
+    fingerprints = in_threads(fingerprint, listed.values())
     sources = []
     for (name, shards), content in zip(listed.items(), fingerprints, strict=True):
         delimiter = 1
@@ -168,6 +170,16 @@ def open_corpus(
     tokenizer = _agreed(opened, "tokenizer_digest")
     vocab_size = max(vocab_sizes, default=0) or None
     return Corpus(storage, tuple(sources), vocab_size, tokenizer, sep_token)
+
+
+def check_tokenizer(corpus: Corpus, shard: Shard) -> None:
+    """Raises TokenError if a shard says that another tokenizer made its tokens."""
+    digest = shard.metadata.get("tokenizer_digest")
+    if digest and corpus.tokenizer and digest != corpus.tokenizer:
+        raise TokenError(
+            f"shard {shard.path} has tokenizer_digest {digest}, but other shards {corpus.tokenizer}; "
+            "prepare all sources with one --tokenizer"
+        )
 
 
 def check_shard(
@@ -337,7 +349,7 @@ def _read_counts(storage: Files, paths: list[str]) -> Counts:
             text = data.decode()
             rows = csv.reader(text.splitlines()[1:])
             counts |= {row[0]: (int(row[1]), int(row[2])) for row in rows if row}
-        except (ValueError, LookupError) as error:
+        except (ValueError, LookupError, csv.Error) as error:
             raise UserError(
                 f"counts file {table} must have rows of `dataset/filename,documents,tokens`: "
                 f"{error}; correct or remove the file"
@@ -356,9 +368,14 @@ def _read_counts(storage: Files, paths: list[str]) -> Counts:
     return found
 
 
-def _shards_of(name: str, every: list[str], storage: Files, may_miss: bool) -> list[str]:
-    """Returns the shards of a source, including those that only the counts files list."""
+def _shards_of(
+    name: str, every: list[str], others: Sequence[str], storage: Files, may_miss: bool
+) -> list[str]:
+    """Returns the shards of a source, including those that only the counts files list, without
+    those in folders of other data (`others`) that the source is not itself in."""
+    others = tuple(other for other in others if not f"{name}/".startswith(other))
     shards = [path for path in _below(name, every) if path.endswith(SUFFIX)]
+    shards = [path for path in shards if not path.startswith(others)]
     absent = [path for path in shards if path not in storage.sizes]
     if not shards:
         raise MissingInput(
@@ -424,8 +441,8 @@ def _open_some(
     """
     every = [path for paths in listed.values() for path in paths]
     if len(every) > OPENED_AT_START:
-        first = {paths[0] for paths in listed.values()}
-        every = [path for path in every if path in first or path not in counts]
+        wanted = {_first_usable(storage, paths, counts, may_miss) for paths in listed.values()}
+        every = [path for path in every if path in wanted or path not in counts]
     opened = dict[str, Shard]()
     for path in every:
         storage.prefetch_ends(path)
@@ -439,6 +456,21 @@ def _open_some(
                 if not (may_miss and path in counts):
                     raise
     return opened
+
+
+def _first_usable(storage: Files, paths: list[str], counts: Counts, may_miss: bool) -> str:
+    """Returns the first shard of a source that has tokens and, with `may_miss`, can be opened."""
+    for path in paths:
+        if not counts.get(path, (1, 1))[1]:
+            continue
+        if not may_miss:
+            return path
+        try:
+            storage.open_shard(path)
+        except ShardError:
+            continue
+        return path
+    return paths[0]
 
 
 def _agreed(opened: Mapping[str, Shard], name: str) -> str:
@@ -493,11 +525,11 @@ def _find_sep_token(section: DataConfig, opened: Mapping[str, Shard]) -> int:
     )
 
 
-def content_fingerprint(storage: Files, paths: Sequence[str]) -> str:
+def content_fingerprint(storage: Files, paths: Sequence[str], may_miss: bool = False) -> str:
     """Returns four hex digits per sampled shard: a hash of size and 4 KiB from the middle.
 
     It changes if a shard is rewritten with other tokens but the same name and counts. Up to 16
-    shards are sampled; "----" stands for a shard that cannot be read.
+    shards are sampled; "----" stands for a shard that cannot be read, or with `may_miss` opened.
     """
     digits = []
     sampled = _sampled(paths)
@@ -507,10 +539,12 @@ def content_fingerprint(storage: Files, paths: Sequence[str]) -> str:
             storage.prefetch(path, [(middle, middle + min(middle, SAMPLED_BYTES))])
     for path in sampled:
         try:
+            if may_miss:
+                storage.open_shard(path)  # a corrupt one is masked, not another shard
             size = storage.size(path)
             data = size.to_bytes(8, "little") + storage.read(path, SAMPLED_BYTES, size // 2)
             digits.append(hashlib.blake2b(data, digest_size=2).hexdigest())
-        except OSError:
+        except (OSError, ShardError):
             digits.append("----")
     return "".join(digits)
 

@@ -23,7 +23,13 @@ import numpy as np
 from fms_fsdp.config import DataConfig
 from fms_fsdp.config.formats import parse_skips
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, sequences_of_rank
-from fms_fsdp.data.corpus import Corpus, changed_shard, check_shard, known_fingerprint
+from fms_fsdp.data.corpus import (
+    Corpus,
+    changed_shard,
+    check_shard,
+    check_tokenizer,
+    known_fingerprint,
+)
 from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit_logical_shards
@@ -440,6 +446,7 @@ class TokenStream:
     def _open_shard(self, name: str, number: int) -> Shard:
         reader = self.readers[name]
         shard = reader.storage.open_shard(reader.source.paths[number], reader.source.delimiter)
+        check_tokenizer(self.corpus, shard)
         check_shard(reader.source, number, shard, self.corpus.sep_token, self.vocab_size)
         return shard
 

@@ -125,6 +125,7 @@ class HFTokenizer:
                 table[number] = piece_bytes(piece)
         for number, token in self._tokenizer.get_added_tokens_decoder().items():
             table[number] = 0 if token.special else len(token.content.encode())
+        table[self.vocabulary.eos_id] = 0  # of vocab.json, it is not an added token
         return table
 
     def token_id(self, token: str) -> int | None:

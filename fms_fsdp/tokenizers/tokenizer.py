@@ -161,6 +161,7 @@ class SentencePieceTokenizer:
         for i in range(self.vocabulary.size):
             if not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
                 table[i] = piece_bytes(model.id_to_piece(i))
+        table[self.vocabulary.eos_id] = 0  # --eos_token may be a user-defined piece
         return table
 
     def token_id(self, token: str) -> int | None:

@@ -22,7 +22,7 @@ import numpy as np
 from fms_fsdp.config import DataConfig
 from fms_fsdp.config.values import counted
 from fms_fsdp.data.batch import IGNORED_LABEL, array_fingerprint
-from fms_fsdp.data.corpus import Corpus, Source, check_shard, open_corpus
+from fms_fsdp.data.corpus import Corpus, Source, check_shard, check_tokenizer, open_corpus
 from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.kept_tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.data.order import Address
@@ -304,6 +304,7 @@ def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int |
     try:
         shard = corpus.storage.open_shard(path, source.delimiter)
         try:
+            check_tokenizer(corpus, shard)
             check_shard(source, number, shard, corpus.sep_token, vocab_size)
         except ShardError as error:
             problems.append(str(error))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from fms_fsdp.data import corpus as corpus_module
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.errors import ReadFailed, UserError
 from tests.data.corpora import SEP, Files, write_corpus, write_counts, write_lists, write_scalars
@@ -291,3 +292,72 @@ def test_each_failed_read_is_one_line(
             assert code == errno.ENXIO
             num_errors += 1
     assert num_errors == total > 15
+
+
+def test_shards_of_other_data_below_a_source_are_not_read(tmp_path: Path) -> None:
+    """The log named the folder as held-out, and the source trained on its shards."""
+    for path in ("x", "validation/y", "test/deep/y", "meta/z", "inner/w"):
+        write_lists(tmp_path / f"{path}.arrow", DOCUMENTS)
+        write_lists(tmp_path / "web" / f"{path}.arrow", DOCUMENTS)
+    for folder in (tmp_path, tmp_path / "web"):
+        (folder / "inner/meta").mkdir()
+        (folder / "inner/meta/tokenizer.json").write_text("{}")
+    files = Files(tmp_path)
+    (alone,) = files.corpus(seq_length=8, datasets=(".",)).sources
+    assert [path for path in alone.paths if not path.startswith("web/")] == ["x.arrow"]
+    (web,) = files.corpus(seq_length=8, datasets=("web",)).sources
+    assert "web/inner/w.arrow" not in web.paths and "web/x.arrow" in web.paths
+    for name in ("web/inner", "validation"):  # named, they are sources
+        (named,) = files.corpus(seq_length=8, datasets=(name,)).sources
+        assert len(named.paths) == 1
+
+
+@pytest.mark.parametrize("first", ["empty", "corrupt", "missing"])
+def test_unusable_first_shard_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Of many shards one per source is opened. Without its documents, 63 of 64 sequences were masked."""
+    monkeypatch.setattr(corpus_module, "OPENED_AT_START", 2)
+    paths = [tmp_path / f"web/shard-{number}.arrow" for number in range(4)]
+    for path in paths:
+        write_scalars(path, [] if first == "empty" and path == paths[0] else ENDED * 20)
+    stored = sum(map(len, ENDED)) * 20
+    sizes = [(0, 0) if first == "empty" and path == paths[0] else (40, stored) for path in paths]
+    rows = [(f"web/{path.name}", *size) for path, size in zip(paths, sizes, strict=True)]
+    write_counts(tmp_path, rows)
+    files = Files(tmp_path)
+    flags = {"seq_length": 32, "on_missing": "fail" if first == "empty" else "mask"}
+    before = files.stream(4, **flags)
+    state = before.state_dict()
+    if first == "corrupt":
+        os.truncate(paths[0], 100)
+    if first == "missing":
+        paths[0].unlink()
+    stream = files.stream(4, **flags)
+    stream.load_state_dict(state, 0)
+    (now,), (then,) = stream.corpus.sources, before.corpus.sources
+    assert now.delimiter == then.delimiter == 0
+
+
+def test_unclosed_quote_in_counts_is_one_line(tmp_path: Path) -> None:
+    files = write_corpus(tmp_path, SIZES)
+    counts = tmp_path / "meta/counts.csv"
+    counts.write_text('dataset/filename,documents,tokens\n"' + "x" * 140_000)
+    check_rejected(files, "meta/counts.csv must have rows of .*; correct or remove the file")
+
+
+def test_shard_of_another_tokenizer_is_no_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many shards one per source is opened at the start; the others trained without a word."""
+    monkeypatch.setattr(corpus_module, "OPENED_AT_START", 1)
+    for number, digest in enumerate("ab"):
+        path = tmp_path / f"web/shard-{number}.arrow"
+        write_lists(path, DOCUMENTS * 40, tokenizer_digest=digest * 16)
+    sizes = (80, 40 * sum(map(len, DOCUMENTS)))
+    write_counts(tmp_path, [(f"web/shard-{number}.arrow", *sizes) for number in range(2)])
+    files = Files(tmp_path)
+    with pytest.raises(
+        ValueError, match="shard-1.arrow has tokenizer_digest b.*, but other shards a"
+    ):
+        files.stream(64, seq_length=64, on_missing="mask").batch_at(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,8 @@ def test_changed_shards_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "away").rename(path)
     with pytest.raises(ValueError, match="shard web/shard-00002.arrow has other content"):
         files.stream(4, seq_length=32).load_state_dict(state, 3)
+    os.truncate(path, len(data) // 2)  # corrupt, it is no other shard: the run goes on without it
+    files.stream(4, seq_length=32, on_missing="mask").load_state_dict(state, 3)
     other = write_corpus(tmp_path / "other", SIZES | {"web": [30_000]})
     with pytest.raises(ValueError, match=r"source .* has \d+ shards .* in the checkpoint"):
         other.stream(4, seq_length=32).load_state_dict(state, 3)

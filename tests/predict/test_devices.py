@@ -78,7 +78,10 @@ def test_a_device_of_ones_own(own: Path) -> None:
 
 
 def test_an_unknown_device_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"--device=h10 must be described in .* be one of a100_40gb, .*did you mean h"):
+    with pytest.raises(
+        UserError,
+        match=r"--device=h10 must be described in .* be one of a100_40gb, .*did you mean h",
+    ):
         find_device("h10")
     with pytest.raises(
         UserError, match=r"--hardware=FILE\.toml, as fms_fsdp/predict/devices\.toml"

@@ -242,6 +242,8 @@ def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> 
         assert tokenizer.vocabulary.eos_id == raw.token_to_id("<|endoftext|>")
         lengths = [int(tokenizer.token_bytes()[ids].sum()) for ids in encoded]
         assert lengths == [len(text.encode()) for text in source_code]
+        # The separator of documents is a label: its 13 characters made bits per byte too low.
+        assert tokenizer.token_bytes()[tokenizer.vocabulary.eos_id] == 0
     assert whole.token_bytes()[raw.token_to_id("<stop>")] == 0
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
     configured = load_tokenizer(str(tmp_path))  # a folder prefers tokenizer.json
