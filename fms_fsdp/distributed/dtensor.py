@@ -244,7 +244,7 @@ def _all_shard_slices(
     """Returns the slices of every shard; the last sharding axis varies fastest.
 
     Computed here, because torch's compute_local_shape_and_global_offset is wrong when two axes
-    shard a dim unevenly (2.11 to 2.13: 7 rows, tp 2, FSDP 3;
+    shard a dim unevenly (2.11 to 2.14: 7 rows, tp 2, FSDP 3;
     https://github.com/pytorch/pytorch/issues/161368). Shards have the sizes of torch.chunk.
     """
     axes = _axes(sizes, placements, None)

@@ -106,7 +106,7 @@ class Optimizers:
         tensors = {}
         for key in sorted(found):
             if key.startswith("state."):
-                tensors[key.removeprefix("state.")] = found[key]
+                tensors[clean_name(key.removeprefix("state."))] = found[key]
         return tensors
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 if (
     "variant" in sys.argv[1]
@@ -89,7 +90,8 @@ def steps(case: dict[str, Any]) -> dict[str, Any]:
         dist.init_process_group(
             "cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size
         )
-    mesh = Mesh(dims, 0, "cuda")
+    with patch.object(dist.ProcessGroup, "set_timeout"):  # the fake group has no timeout
+        mesh = Mesh(dims, 0, "cuda")
     model = parallelize(config, section, mesh, device=DEVICE, precision=numbers, seed=1)
     compiled = compiles_optimizer(section, model, DEVICE)
     optimizers = build_optimizers(OptimConfig(), model, numbers, 1, compiled=compiled)

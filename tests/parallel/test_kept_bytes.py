@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,8 +28,6 @@ from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpoi
 from fms_fsdp.parallel.dtypes import cast_weights
 from fms_fsdp.parallel.tensor import apply_tp, compute_with_shards
 
-# torch's fake group has no timeout.
-pytestmark = pytest.mark.filterwarnings("ignore:Set timeout is now only")
 ROWS, LENGTH, WIDTH = 2, 256, 256
 SHAPE = TransformerConfig(1, WIDTH, 704, 16, 8, 1024, max_seq_len=LENGTH)
 
@@ -38,7 +37,8 @@ def first_of(tp: int) -> Iterator[None]:
     """Makes this process the first of tp ranks whose collectives send nothing."""
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     try:
-        yield
+        with patch.object(dist.ProcessGroup, "set_timeout"):  # torch's fake group has no timeout
+            yield
     finally:
         dist.destroy_process_group()
 

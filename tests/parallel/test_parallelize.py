@@ -28,10 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fms_fsdp.checkpoint.io import collect_tensors
 from fms_fsdp.compiler import missing_for_compilation
 from fms_fsdp.config import (
     BF16,
     FP32,
+    OptimConfig,
     ParallelConfig,
     Precision,
     PrecisionConfig,
@@ -44,7 +46,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import recomputed_flops_per_token
 from fms_fsdp.models.llama import Llama
-from fms_fsdp.optim.optimizers import scale_gradients
+from fms_fsdp.optim.optimizers import build_optimizers, scale_gradients
 from fms_fsdp.parallel.activation_checkpointing import select_blocks
 from fms_fsdp.parallel.compile import compiles
 from fms_fsdp.parallel.dtypes import fsdp_policy, matmul
@@ -73,6 +75,14 @@ def step(model: Llama, length: int = 24) -> tuple[torch.Tensor, list[torch.Tenso
     return loss_sum, [
         parameter.grad for parameter in model.parameters() if parameter.grad is not None
     ]
+
+
+def test_recomputed_blocks_keep_stored_names() -> None:
+    plain, recomputed = build(), build(recompute="blocks")
+    names = [
+        collect_tensors(each, build_optimizers(OptimConfig(), each)) for each in (plain, recomputed)
+    ]
+    assert list(names[0]) == list(names[1])
 
 
 @pytest.mark.parametrize("text", ["1", "1/2", "0.33", "2/3", "every:4", "1/7", "0.9"])
