@@ -417,6 +417,13 @@ def test_bad_held_out_data_is_rejected(
         held_out(given.pop("data", corpus), **given)
 
 
+def test_test_data_needs_a_folder_to_be_in() -> None:
+    """Beside a user's own stream it was read from /test, at the root of the disk."""
+    data = DataConfig(dataset_builder="module:function")
+    with pytest.raises(UserError, match="--eval_test=True requires --data_path"):
+        scan_held_out(EvalConfig(eval_test=True), data, None, vocab_size=8)
+
+
 def test_short_validation_source_names_its_cure(corpus: Path) -> None:
     longest = max(source.stream.corpus.sources[0].num_tokens for source in held_out(corpus))
     data = DataConfig(data_path=str(corpus), seq_length=longest + 1)

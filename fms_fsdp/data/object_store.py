@@ -119,7 +119,7 @@ class ObjectStore(Storage):
         if scheme not in SCHEMES:
             known = ", ".join(f"{name}://" for name in SCHEMES)
             raise UserError(
-                f"--data_path={address} must be a folder or begin with one of {known}; correct the "
+                f"--data_path={self.root} must be a folder or begin with one of {known}; correct the "
                 "path"
             )
         if scheme != "file" and not urlsplit(address).netloc:

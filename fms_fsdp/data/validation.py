@@ -161,6 +161,10 @@ def _evaluated_folders(
     elif section.eval_test and is_synthetic:
         yield "test", "--eval_test", None, ()
     elif section.eval_test:
+        if not data.data_path:  # of --dataset_builder: it would be /test
+            raise UserError(
+                "--eval_test=True requires --data_path, in which the folder test is; set --test_data_path"
+            )
         yield "test", "--eval_test", _subfolder(data.data_path, "test", trained), ()
 
 
@@ -214,7 +218,9 @@ def _folder_above(data_path: str) -> str:
     above, _, name = path.rstrip("/").rpartition("/")
     if name not in ("validation", "test"):
         return data_path
-    return f"{above or '.'}{mark}{options}"
+    if not above:
+        above = "/" if path.startswith("/") else "."
+    return f"{above}{mark}{options}"
 
 
 def _scan(

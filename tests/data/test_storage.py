@@ -436,6 +436,7 @@ def test_failing_folder_is_not_a_missing_one(
 @cases("""
     uri | text
     ftp://host/x | ftp://host/x must be a folder or begin with one of s3://
+    s3a://KEY:SECRET@host/x | s3a://host/x must be a folder
     az://container/x | cannot be listed
     gs:// | must name a bucket
     s3:///folder | must name a bucket
@@ -444,7 +445,7 @@ def test_wrong_uri_is_rejected(uri: str, text: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT", raising=False)
     with pytest.raises((ValueError, OSError), match=f"^--data_path=.*{text}") as caught:
         open_storage(uri)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "SECRET" not in str(caught.value)
 
 
 def test_open_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
