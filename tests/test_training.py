@@ -20,7 +20,7 @@ from tests.cli import TINY, events, losses, metrics, run, status, trained
 from tests.warm import running
 
 FIELDS = (
-    "attempt step tokens_seen sequences_seen time loss loss_mean perplexity grad_norm grad_norm_mean "
+    "attempt step tokens_seen samples_seen time loss loss_mean perplexity grad_norm grad_norm_mean "
     "grad_norm_max skipped_steps lr batch_rows batch_tokens tokens_per_sec_per_device tokens_per_sec "
     "tflops_per_device step_time_ms data_wait_ms forward_backward_ms forward_ms backward_ms clip_ms "
     "optimizer_ms eval_ms checkpoint_ms logging_ms mem_gib peak_mem_gib eta_s finish_at data_fingerprint"

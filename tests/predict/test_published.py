@@ -98,7 +98,7 @@ def test_columns_may_come_in_any_order(
             "must have the columns of a published table",
         ),
         (lambda text: text.replace("\t2115", "\tfast"), "line 2, cannot be read"),
-        (lambda text: text.replace("h100_80gb", "h1000"), "--device=h1000 must be one of"),
+        (lambda text: text.replace("h100_80gb", "h1000"), "--device=h1000 must be described in"),
     ],
 )
 def test_a_table_that_cannot_be_read_is_refused_in_one_line(
