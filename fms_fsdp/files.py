@@ -157,8 +157,8 @@ def load_unique_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=unique)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file that the user chose.
+def read_json_object(path: Path, *, fix: str = "download it again") -> dict[str, Any]:
+    """Returns the object in a JSON file that the user chose; errors end with `fix`.
 
     Raises:
         UserError: the file cannot be read, or has no object.
@@ -166,14 +166,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read: {error.strerror}; download the checkpoint again"
-        ) from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; {fix}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}; download the file again") from None
+        raise UserError(f"{path} is not JSON: {error}; {fix}") from None
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise UserError(f"{path} must hold an object, not a {kind}; download it again")
+        raise UserError(f"{path} must hold an object, not a {kind}; {fix}")
     return content
 
 

@@ -25,9 +25,10 @@ import numpy as np
 from fms_fsdp.config import DataConfig
 from fms_fsdp.config.values import counted, did_you_mean
 from fms_fsdp.data.mixture import NUM_SLOTS
+from fms_fsdp.data.open_storage import open_storage
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import CONVERT, Files, Shard, ShardError, TokenError
-from fms_fsdp.data.storage import in_threads, open_storage, reporting_progress
+from fms_fsdp.data.storage import in_threads, reporting_progress
 from fms_fsdp.errors import MissingInput, UserError, note_once
 from fms_fsdp.files import has_control_character, safe_name, shown_name
 

@@ -1,34 +1,14 @@
-"""Questions about a stream that `inspect`, the plan of a run and its log ask."""
+"""Questions about a stream that the plan of a run and its log ask."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fms_fsdp.data.batch import IGNORED_LABEL
-from fms_fsdp.data.order import Address
 from fms_fsdp.data.sequences import Columns
 from fms_fsdp.data.shards import ShardError, TokenError
+from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.errors import UserError
-
-if TYPE_CHECKING:
-    from fms_fsdp.data.stream import TokenStream
-
-
-def segments_of(stream: TokenStream, address: Address) -> list[tuple[int, int, int, int]]:
-    """Returns (shard, document, start, stop) of the segments of a sequence, in order; `start`
-    and `stop` are tokens of the document."""
-    window = stream.segments(address.source, address.epoch, address.window)
-    begin = address.position * stream.section.seq_length
-    found = []
-    stop = begin + stream.section.seq_length
-    for part in window[(window["end"] > begin) & (window["end"] - window["length"] < stop)]:
-        shift = int(part["start"] + part["length"] - part["end"])  # from window to document
-        first = max(begin + shift, int(part["start"]))
-        last = min(stop, int(part["end"])) + shift
-        found.append((int(part["shard"]), int(part["document"]), first, last))
-    return found
 
 
 def end_of_epochs(stream: TokenStream, source: str, epochs: float, step: int) -> int:

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from fms_fsdp.data.corpus import SUFFIX
+from fms_fsdp.data.open_storage import open_storage
 from fms_fsdp.data.shards import Files
-from fms_fsdp.data.storage import open_storage
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.files import safe_name, shown_name
+from fms_fsdp.tokenizers.load import load_tokenizer
 from fms_fsdp.tokenizers.tokenizer import (
     FILE_NAMES,
     ByteTokenizer,
     Tokenizer,
     UsedTokenizer,
     Vocabulary,
-    load_tokenizer,
 )
 
 _LARGEST_FILE = 1 << 28  # bytes of a tokenizer

@@ -153,7 +153,7 @@ class Storage:
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_storage, (self.data_path, self.listing)
+        return type(self), (self.data_path, self.listing)
 
     def size(self, path: str) -> int:
         """Returns the size of a file, of a local one as it is now.
@@ -389,17 +389,3 @@ def max_open_files() -> int:
     """Returns how many shards stay open: 256, or a quarter of the process's limit."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 256 if soft_limit < 0 else max(16, min(256, soft_limit // 4))
-
-
-def open_storage(data_path: str, listing: Listing | None = None) -> Storage:
-    """Returns the files of a folder, or of an address such as s3://BUCKET/FOLDER.
-
-    Raises:
-        UserError: the folder does not exist.
-        ReadFailed: a local storage does not answer.
-    """
-    if "://" not in data_path:
-        return Storage(data_path, listing)
-    from fms_fsdp.data.object_store import ObjectStore
-
-    return ObjectStore(data_path, listing)

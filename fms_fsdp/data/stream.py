@@ -30,7 +30,6 @@ from fms_fsdp.data.corpus import (
     check_tokenizer,
     known_fingerprint,
 )
-from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.mixture import NUM_SLOTS, slot_quotas
 from fms_fsdp.data.order import Address, History, Order, Phase, SourceOrder, fit_logical_shards
 from fms_fsdp.data.permute import ORDER_VERSION
@@ -273,6 +272,24 @@ class TokenStream:
         key = order.document_key(epoch, window)
         return self.reader(name).window(*order.ranges(epoch, window), key, bestfit_to)
 
+    def sequence_segments(self, address: Address) -> list[tuple[int, int, int, int]]:
+        """Returns (shard, document, start, stop) of the segments of a sequence, in order; `start`
+        and `stop` are tokens of the document.
+
+        Raises:
+            ShardError: a shard cannot be read.
+        """
+        window = self.segments(address.source, address.epoch, address.window)
+        begin = address.position * self.section.seq_length
+        end = begin + self.section.seq_length
+        found = []
+        for part in window[(window["end"] > begin) & (window["end"] - window["length"] < end)]:
+            shift = int(part["start"] + part["length"] - part["end"])  # from window to document
+            start = max(begin + shift, int(part["start"]))
+            stop = min(end, int(part["end"])) + shift
+            found.append((int(part["shard"]), int(part["document"]), start, stop))
+        return found
+
     def documents(self, step: int, limit: int = 8) -> list[str]:
         """Returns file, document and token range of the first segments of the global batch.
 
@@ -285,7 +302,7 @@ class TokenStream:
             for address in self.order.addresses(step):
                 paths = self.reader(address.source).source.paths
                 try:
-                    for shard, document, start, stop in segments_of(self, address):
+                    for shard, document, start, stop in self.sequence_segments(address):
                         found.append(f"{paths[shard]} document {document} [{start}, {stop})")
                 except (ShardError, ReadFailed):  # hidden by --on_missing=mask; a line of a log
                     found.append(f"{address.source} sequence {address.n} (cannot be read)")

@@ -22,9 +22,10 @@ from fms_fsdp.config import DataConfig, EvalConfig
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch
 from fms_fsdp.data.corpus import Corpus, ShortSource, open_corpus
 from fms_fsdp.data.kept_tokenizer import UnusableTokenizer, find_tokenizer, folder_tokenizer
+from fms_fsdp.data.open_storage import open_storage
 from fms_fsdp.data.permute import I64
 from fms_fsdp.data.shards import Files
-from fms_fsdp.data.storage import Storage, open_storage
+from fms_fsdp.data.storage import Storage
 from fms_fsdp.data.stream import TokenStream, build_stream
 from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.tokenizers.tokenizer import (

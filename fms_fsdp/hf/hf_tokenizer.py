@@ -15,14 +15,8 @@ from fms_fsdp.errors import FULL_DISK, UserError, note_once
 from fms_fsdp.files import read_json_object
 from fms_fsdp.hf.chat import NO_CHAT, ChatSettings, end_ids
 from fms_fsdp.tokenizers.huggingface import HFTokenizer, missing_package
-from fms_fsdp.tokenizers.tokenizer import (
-    PROBES,
-    TextRules,
-    Tokenizer,
-    UsedTokenizer,
-    load_tokenizer,
-    token_text,
-)
+from fms_fsdp.tokenizers.load import load_tokenizer
+from fms_fsdp.tokenizers.tokenizer import PROBES, TextRules, Tokenizer, UsedTokenizer, token_text
 
 _FAST = "PreTrainedTokenizerFast"  # the class of transformers that reads tokenizer.json
 

@@ -3,11 +3,8 @@
     rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3     F forward: sends hidden states to the next stage
     rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..     B backward: sends their gradient back
 
-    layers          0 1 2 3 4 │ 5 6 7 8 9 │ 10 11 12 13 14 15 │ 16 17 18 + head
-    loop, 2 ranks   rank 0    │ rank 1    │ rank 0            │ rank 1
-    V, 2 ranks      rank 0    │ rank 1    │ rank 1            │ rank 0
-
-A stage is a Llama with consecutive layers and an FSDP root of its own. The last stage computes the
+A stage is a Llama with consecutive layers and an FSDP root of its own; layout.py shows which rank
+has which. The last stage computes the
 loss in its forward pass. Schedules are torch's. FSDP gathers a stage's weights once per schedule,
 accumulates unsharded gradients over the micro-batches, and reduces them at the end. Evaluation and
 generation use no schedule: they pass hidden states from stage to stage.

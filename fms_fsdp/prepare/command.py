@@ -33,12 +33,12 @@ from fms_fsdp.prepare.writer import (
     lock_output,
     save_tokenizer,
 )
+from fms_fsdp.tokenizers.load import load_tokenizer
 from fms_fsdp.tokenizers.tokenizer import (
     SentencePieceTokenizer,
     Tokenizer,
     Vocabulary,
     adds_space,
-    load_tokenizer,
     replaces_space,
 )
 

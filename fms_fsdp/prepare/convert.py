@@ -39,7 +39,8 @@ from fms_fsdp.prepare.writer import (
     lock_output,
     save_tokenizer,
 )
-from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens, load_tokenizer
+from fms_fsdp.tokenizers.load import load_tokenizer
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 
 PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")

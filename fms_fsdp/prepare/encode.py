@@ -45,13 +45,8 @@ from fms_fsdp.prepare.writer import (
     publish,
 )
 from fms_fsdp.process import available_cores
-from fms_fsdp.tokenizers.tokenizer import (
-    Tokenizer,
-    Tokens,
-    adds_space,
-    encode_continuations,
-    load_tokenizer,
-)
+from fms_fsdp.tokenizers.load import load_tokenizer
+from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens, adds_space, encode_continuations
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -28,7 +28,7 @@ def _check_data_folder(data: DataConfig) -> None:
         return
     if "://" in data.data_path:  # an object store takes longer to ask than torch to load
         return
-    from fms_fsdp.data.storage import open_storage
+    from fms_fsdp.data.open_storage import open_storage
 
     with suppress(ReadFailed):  # reported when the ranks are connected, by one of them
         open_storage(data.data_path)

@@ -11,7 +11,6 @@ mark for a space.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import re
@@ -24,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fms_fsdp.config.values import shown
-from fms_fsdp.errors import MissingInput, UserError, note_once
-from fms_fsdp.files import read_json_object, write_atomically
-from fms_fsdp.packages import is_installed
+from fms_fsdp.errors import UserError, note_once
+from fms_fsdp.files import write_atomically
 
 Tokens = npt.NDArray[Any]
 FILE_NAMES = {"byte": "", "sentencepiece": "tokenizer.model", "huggingface": "tokenizer.json"}
@@ -244,53 +242,6 @@ def no_end_token(name: str, eos_token: str) -> str:
     return (
         f"--tokenizer ({name}) names no end-of-document token; set --eos_token to one of its tokens"
     )
-
-
-def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """Returns the tokenizer `byte`, or the one of a file or folder. An unchanged file is read once.
-
-    Of a folder, the tokenizer is read that meta/tokenizer.json describes; without one,
-    tokenizer.json is read before tokenizer.model if the package tokenizers is installed.
-
-    Raises:
-        FileNotFoundError, UserError: no such file, not a tokenizer, or one without an EOS token.
-    """
-    if name == "byte":
-        return ByteTokenizer()
-    path = Path(name).expanduser()
-    described = path / "meta" / "tokenizer.json"  # of an output of `prepare`
-    if described.is_file():
-        kind = read_json_object(described).get("kind")
-        if kind == "byte":
-            return ByteTokenizer()
-        file = path / FILE_NAMES.get(str(kind), "")
-        path = file if file.is_file() else path
-    if path.is_dir():
-        names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
-        if not is_installed("tokenizers"):
-            names = ["tokenizer.model", "tokenizer.json", "vocab.json", "tokenizer_config.json"]
-        found = [path / each for each in names if (path / each).is_file()]
-        if not found:
-            raise MissingInput(f"--tokenizer ({name}) has none of {', '.join(names)}")
-        path = found[0]
-    if not path.is_file():
-        raise MissingInput(
-            f"--tokenizer ({name}) does not exist; set it to byte or a model file, or use --train_tokenizer"
-        )
-    digest = hashlib.sha256()
-    for file in (path, path.with_name("tokenizer_config.json"), path.with_name("merges.txt")):
-        digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"-")
-    return _load(path, name, eos_token, digest.hexdigest())
-
-
-@functools.lru_cache(maxsize=4)
-def _load(path: Path, name: str, eos_token: str, digest: str) -> Tokenizer:
-    """Loads a tokenizer; `digest` covers its files, so that the cache rereads a changed file."""
-    if path.suffix == ".json":
-        from fms_fsdp.tokenizers.huggingface import HFTokenizer
-
-        return HFTokenizer(path, eos_token)
-    return SentencePieceTokenizer(path.read_bytes(), name, eos_token)
 
 
 def token_text(settings: Mapping[str, Any], key: str) -> str:

@@ -23,7 +23,6 @@ from fms_fsdp.config import DataConfig
 from fms_fsdp.config.values import counted
 from fms_fsdp.data.batch import IGNORED_LABEL, array_fingerprint
 from fms_fsdp.data.corpus import Corpus, Source, check_shard, check_tokenizer, open_corpus
-from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.kept_tokenizer import find_tokenizer, unk_warnings
 from fms_fsdp.data.order import Address
 from fms_fsdp.data.permute import I64
@@ -31,6 +30,7 @@ from fms_fsdp.data.sequences import Columns
 from fms_fsdp.data.shards import CONVERT, Shard, ShardError
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.files import read_json_object
 from fms_fsdp.run.data_stream import open_stream
 from fms_fsdp.run.resume_point import choose_checkpoint
 from fms_fsdp.state import RunConfig, read_run_config
@@ -123,13 +123,7 @@ def _read_run(folder: str) -> RunConfig:
     path = Path(folder, "config.json")
     if not path.is_file():
         raise MissingInput(f"--run={folder} must be a run directory with config.json; see runs/")
-    try:
-        content = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"--run={folder} has a config.json that cannot be read ({error}); restore it"
-        ) from None
-    return read_run_config(content, path)
+    return read_run_config(read_json_object(path, fix="restore it"), path)
 
 
 def _data_section(run: RunConfig, data_path: str) -> DataConfig:
@@ -169,7 +163,7 @@ def describe_sequence(
         "position": address.position,
     }
     try:
-        found = segments_of(stream, address)
+        found = stream.sequence_segments(address)
     except ShardError as error:
         if stream.section.on_missing != "mask":
             raise

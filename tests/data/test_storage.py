@@ -24,7 +24,8 @@ from fms_fsdp.checkpoint.folders import checkpoint_steps
 from fms_fsdp.data import object_store, storage
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.object_store import PAGE, ObjectStore
-from fms_fsdp.data.storage import Storage, max_open_files, open_storage
+from fms_fsdp.data.open_storage import open_storage
+from fms_fsdp.data.storage import Storage, max_open_files
 from fms_fsdp.errors import ReadFailed, StorageError
 from tests.cases import cases
 from tests.data.corpora import Files, write_corpus

@@ -15,7 +15,7 @@ import torch
 
 from fms_fsdp.data import order as order_module
 from fms_fsdp.data.batch import Batch, fingerprint
-from fms_fsdp.data.inspection import end_of_epochs, segments_of
+from fms_fsdp.data.inspection import end_of_epochs
 from fms_fsdp.data.order import SourceOrder, fit_logical_shards
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.errors import ReadFailed, read_failed
@@ -42,7 +42,7 @@ def check_step(files: Files, s: TokenStream, step: int, used: Used | None = None
     for row, address in enumerate(s.order.addresses(step)):
         documents = files.documents[address.source]
         tokens, labels, positions, ids = (tensor[row].numpy() for tensor in batch)
-        at, pieces = 0, segments_of(s, address)
+        at, pieces = 0, s.sequence_segments(address)
         assert sum(stop - start for *_, start, stop in pieces) == len(tokens)
         for number, (shard, document, start, stop) in enumerate(pieces):
             text, length = documents[shard][document], stop - start
@@ -251,7 +251,7 @@ def test_bestfit_splits_few_documents(tmp_path: Path) -> None:
             stop - start < length
             for step in range(1, 6)
             for address in s.order.addresses(step)
-            for shard, document, start, stop in segments_of(s, address)
+            for shard, document, start, stop in s.sequence_segments(address)
             if (length := len(files.documents["web"][shard][document])) <= 256
         ]
         fraction[packing] = sum(is_split) / len(is_split)
@@ -299,7 +299,7 @@ def test_masked_prompts_are_not_labels(tmp_path: Path) -> None:
             assert same(x, z) and torch.equal(x.tokens_BS, y.tokens_BS)
             for row, address in enumerate(a.order.addresses(step)):
                 expected, at = x.labels_BS[row].tolist(), 0
-                pieces = segments_of(a, address)
+                pieces = a.sequence_segments(address)
                 for i, (_, d, start, stop) in enumerate(pieces):
                     for t in range(start, stop):
                         n = len(plain[d])

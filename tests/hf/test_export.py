@@ -25,7 +25,7 @@ from fms_fsdp.files import write_folder
 from fms_fsdp.hf.hf_tokenizer import export_tokenizer
 from fms_fsdp.hf.weights import fuse, weight_map
 from fms_fsdp.prepare.command import train_sentencepiece
-from fms_fsdp.tokenizers.tokenizer import load_tokenizer
+from fms_fsdp.tokenizers.load import load_tokenizer
 from tests.checkpoint.signing import flip_a_bit
 from tests.cli import CORPUS, ROOT, TINY, run, trained
 from tests.warm import COMMANDS, running

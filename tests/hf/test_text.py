@@ -15,7 +15,8 @@ from fms_fsdp.data.kept_tokenizer import shards_bos_id
 from fms_fsdp.errors import UserError
 from fms_fsdp.hf.chat import parse_chat_settings, read_chat_settings
 from fms_fsdp.hf.hf_tokenizer import export_tokenizer, hf_text_rules
-from fms_fsdp.tokenizers.tokenizer import ByteTokenizer, TextRules, load_tokenizer
+from fms_fsdp.tokenizers.load import load_tokenizer
+from fms_fsdp.tokenizers.tokenizer import ByteTokenizer, TextRules
 from tests.hf_folders import BEGIN, END, change_json, template, write_folder, write_tokenizer_json
 
 CHAT = (

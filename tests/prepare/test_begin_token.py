@@ -11,7 +11,7 @@ import pytest
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.kept_tokenizer import shards_bos_id
-from fms_fsdp.tokenizers.tokenizer import load_tokenizer
+from fms_fsdp.tokenizers.load import load_tokenizer
 
 BEGIN = "--bos_token=<|begin_of_text|>"  # 256, of the byte tokenizer
 IDS = ("--vocab_size=258", "--eos_id=257", "--num_workers=1")

@@ -27,7 +27,7 @@ from fms_fsdp.prepare.input_files import parse_input
 from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.prepare.writer import ShardInfo, ShardWriter, describe
 from fms_fsdp.run.run_dir import lock_folder
-from fms_fsdp.tokenizers.tokenizer import load_tokenizer
+from fms_fsdp.tokenizers.load import load_tokenizer
 from tests.warm import COMMANDS, command, running
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,18 +14,18 @@ import sentencepiece
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.kept_tokenizer import find_tokenizer, unk_warnings
+from fms_fsdp.data.open_storage import open_storage
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.data.storage import open_storage
 from fms_fsdp.errors import UserError
 from fms_fsdp.prepare.command import train_sentencepiece
 from fms_fsdp.prepare.documents import open_arrow
+from fms_fsdp.tokenizers.load import load_tokenizer
 from fms_fsdp.tokenizers.tokenizer import (
     PROBES,
     ByteTokenizer,
     SentencePieceTokenizer,
     Vocabulary,
     counts_bytes,
-    load_tokenizer,
 )
 
 ODD_TEXTS = [

@@ -21,7 +21,6 @@ from fms_fsdp.config import (
     as_dict,
 )
 from fms_fsdp.data.batch import fingerprint
-from fms_fsdp.data.inspection import segments_of
 from fms_fsdp.data.stream import TokenStream
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.run.resume_point import choose_checkpoint
@@ -87,7 +86,7 @@ def test_every_step_has_its_fingerprint(run: tuple[Path, list[int]]) -> None:
         assert found == [f"{value:016x}" for value in prints]
         addresses = [a for step in range(1, 21) for a in data.stream.order.addresses(step)]
         assert {address.source for address in addresses} == {"a", "b"}  # b is dropped since
-        assert all(segments_of(data.stream, address) for address in addresses)
+        assert all(data.stream.sequence_segments(address) for address in addresses)
 
 
 def test_inspect_takes_the_checkpoint_of_training(
@@ -178,7 +177,7 @@ def test_step_shows_the_text_of_documents(
     --run={run} --step=1 --rows=3:9 | --rows=3:9 must be a:b with 0 <= a < b <= 4
     --run={run} --step=1 --text | --text requires a tokenizer in
     --run={run} --step=1 --data_path=nowhere | --data_path=nowhere is not a folder
-    --run={tmp} --step=1 | has a config.json that cannot be read
+    --run={tmp} --step=1 | config.json must hold an object, not a list; restore it
 """)
 def test_bad_input_is_one_line(
     run: tuple[Path, list[int]],
