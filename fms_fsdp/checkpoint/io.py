@@ -11,14 +11,15 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -28,11 +29,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as torch_serialization
@@ -256,7 +261,7 @@ def _load(tensors: Tensors, reader: CheckpointReader) -> None:
     only to send them back."""
     reader.read_metadata()  # DCP would hide an error behind "metadata is None"
     try:
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+        dcp.load(tensors, storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     except CheckpointException as error:
         _, inner = first_failure(error)
         if isinstance(inner, (UserError, OSError, MemoryError, torch.OutOfMemoryError)):
@@ -402,6 +407,27 @@ class _SyncedFile(io.BufferedWriter):
             self.raw.close()  # super().close() would flush again, and fail again on a full disk
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Pauses the garbage collector, which would look through all objects each time that their number
+    has grown by a quarter: more than half of the time, where a rank of few makes them by the
+    hundred thousand for the shards of many. Not while tensors are read: some could be garbage.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def create_local_plan(self) -> LoadPlan:
+        with _no_collections():
+            return super().create_local_plan()
+
+
 class CheckpointReader(FileSystemReader):
     """DCP's reader; reads `.metadata` without running code that the file asks for."""
 
@@ -422,7 +448,8 @@ class CheckpointReader(FileSystemReader):
             return
         with io.BufferedReader(open_file(folder / INDEX)) as file:
             try:
-                metadata = read_index(file, tensors)
+                with _no_collections():
+                    metadata = read_index(file, tensors)
             except (ValueError, KeyError, TypeError, IndexError, EOFError) as error:
                 raise CorruptCheckpoint(folder, f"{INDEX}: {error!r}") from None
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
