@@ -240,7 +240,7 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
     ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
     total = int(ends[-1]) if len(ends) else 0
     size = os.path.getsize(path)
-    if total and size not in (2 * total, 4 * total):
+    if size not in (2 * total, 4 * total):  # also if the index is empty
         raise UserError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
     bytes_per_id = size // total if total else 2
     ids = _map_ids(path, np.dtype(f"<u{bytes_per_id}"))

@@ -163,6 +163,8 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "other.idx").write_bytes(b"TNTIDX\x00\x00" * 9)
     (tmp_path / "other.bin").write_bytes(b"")
     (tmp_path / "alone.ds").write_bytes(b"\x01\x00")
+    (tmp_path / "empty.ds").write_bytes(b"\x01\x00")
+    (tmp_path / "empty.ds.index").touch()
     (tmp_path / "x.npy").write_bytes(b"")
     for name, column in {
         "string": ["a"],
@@ -183,6 +185,7 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
         ("later.idx", "version 2, type 8; it must be"),
         ("other.idx", "not a Megatron index"),
         ("alone.ds", "No such file"),
+        ("empty.ds", "has 2 bytes for 0 tokens of its index"),
         ("text.parquet", "has no column tokens or input_ids, only text"),
         ("string.parquet", "not lists of integers"),
         ("null.parquet", "ids contain nulls"),
