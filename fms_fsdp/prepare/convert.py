@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.files import is_file, map_or_read
 from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.documents import Part, Problem, open_arrow
@@ -128,6 +128,11 @@ def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo
             size = vocabulary.size
         if eos_id is None:
             eos_id = vocabulary.eos_id
+        if eos_id != vocabulary.eos_id:
+            note_once(
+                f"--eos_id={eos_id} is not the EOS token of --tokenizer ({vocabulary.eos_id}), at which "
+                "exports and generated text end"
+            )
     assert size is not None and eos_id is not None  # one of the flags is set
     bos_id = -1 if config.bos_id is None else config.bos_id
     for name, number in (("eos_id", eos_id), ("bos_id", bos_id)):

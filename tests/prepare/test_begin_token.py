@@ -122,5 +122,7 @@ def test_bos_that_is_the_eos_is_not_in_the_text(texts: Path, tmp_path: Path, cap
 def test_bos_without_a_prompt_is_no_label_either(tmp_path: Path) -> None:
     """It was a label if no other record of its batch of a MB had a prompt."""
     (tmp_path / "x.jsonl").write_text('{"text": "a", "ask": ""}')
-    documents, _ = made("prepare", tmp_path / "x.jsonl", tmp_path / "out", "--prompt_key=ask", BEGIN)
+    documents, _ = made(
+        "prepare", tmp_path / "x.jsonl", tmp_path / "out", "--prompt_key=ask", BEGIN
+    )
     assert documents == [[256 + (1 << 31), ord("a")]]

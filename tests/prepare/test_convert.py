@@ -149,6 +149,18 @@ def test_prepare_adds_a_source_to_converted(tmp_path: Path) -> None:
     assert counts[1:] == ["x/shard-00000.arrow,2,3", "y/shard-00000.arrow,1,5"]
 
 
+def test_other_eos_than_the_tokenizers_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pq.write_table(pa.table({"tokens": [[104, 105, 3]]}), tmp_path / "x.parquet")
+    inputs = f"x={tmp_path}/x.parquet"
+    run(tmp_path / "same", inputs, vocab_size=None, eos_id=257, tokenizer="byte")
+    assert "EOS" not in capsys.readouterr().err
+    run(tmp_path / "other", inputs, vocab_size=None, eos_id=3, tokenizer="byte")
+    assert "--eos_id=3 is not the EOS token of --tokenizer (257)" in capsys.readouterr().err
+    assert rows(tmp_path / "other/x") == [[104, 105]]
+
+
 def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
     documents = random_documents(1)
     write_megatron(tmp_path / "cut", documents, 8, "<u2")

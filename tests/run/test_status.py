@@ -61,8 +61,8 @@ def test_unlocked_launch_writes_only_its_outcome(
 @pytest.mark.parametrize(
     ("attempt", "status", "claimed", "expected"),
     [
-        (0, "failed", True, "bad_input"),  # of the attempt before: the launch ended with 0, finished
-        (1, "resume_me", True, "bad_input"),  # of a group before a node joined: it ended with 75
+        (0, "failed", True, "bad_input"),  # of the attempt before: the launch ended with 0
+        (1, "resume_me", True, "bad_input"),  # of the nodes before one joined: with 75
         (1, "failed", False, "failed"),  # of another rank
         (1, "running", True, "bad_input"),
     ],
