@@ -277,6 +277,8 @@ def exit_status(returncode: int, outcome: str) -> int:
         return STOPPED
     if outcome == "bad_input":
         return BAD_INPUT
+    if outcome == "failed" and returncode == FINISHED:  # ranks end with 0 to prevent a restart
+        return FAILED
     return returncode if returncode in (FINISHED, BAD_INPUT, STOPPED) else FAILED
 
 
@@ -368,7 +370,9 @@ class Child:
                 written_at = time.monotonic()
             time.sleep(POLL_S)
         if writes_stop:
-            stop_file.unlink(missing_ok=True)
+            # A file that stays stops no later launch, and an error here would hide the outcome.
+            with suppress(OSError):
+                stop_file.unlink(missing_ok=True)
 
     def _copy_output(self, output: BinaryIO) -> None:
         """Copies the output to stdout, and to console.txt once the launch owns the run directory."""

@@ -14,8 +14,9 @@
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV=.venv TORCH_VERSION=""
+# The output of train.sh is read by train.slurm: what the file prints does not belong to it.
 # shellcheck source=/dev/null
-[[ ! -f "$ROOT/scripts/site.sh" ]] || source "$ROOT/scripts/site.sh"
+[[ ! -f "$ROOT/scripts/site.sh" ]] || source "$ROOT/scripts/site.sh" >&2
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 give_up() { say "error: $*"; exit 1; }

@@ -19,7 +19,11 @@ run_due() { # of the folder $1 the scripts whose last start is $2 minutes old
         [[ -f "$script" && -x "$script" ]] || continue
         stamp="$1/.stamps/${script##*/}"
         [[ ! -e "$stamp" || -n "$(find "$stamp" -mmin "+$2")" ]] || continue
-        mkdir -p "$1/.stamps" && touch "$stamp"
+        # Without a stamp it would run again at once; the other scripts run.
+        if ! mkdir -p "$1/.stamps" || ! touch "$stamp"; then
+            status=1
+            continue
+        fi
         echo "$(date '+%F %T') run_folder: $script"
         "$script" && continue
         echo "run_folder.sh: $script failed with status $?" >&2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -147,6 +148,7 @@ def test_slurm_nodes_rendezvous_at_the_first(tmp_path: Path) -> None:
     2 | bad_input | 2
     2 | | 2
     1 | failed | 1
+    0 | failed | 1
     -9 | running | 1
     1 | | 1
     0 | | 0
@@ -225,6 +227,27 @@ def test_torchrun_gets_stop_and_no_signal(
     words = "train: stopped early, the same command resumes the run: as told; see "
     assert words in output
     assert "heard STOP\n" in (tmp_path / "run/console.txt").read_text()
+
+
+def test_stop_file_that_stays_hides_no_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS another node has removed it; the launch ended with a traceback and status 1."""
+    (tmp_path / "outcome.json").write_text('{"claimed": true}')
+    child = Child([], {}, tmp_path, tmp_path / "outcome.json")
+    child.is_torchrun = True
+    child._signals.append(signal.SIGTERM)
+    process = subprocess.Popen(["sleep", "0.3"])
+    unlink = Path.unlink
+
+    def failing(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "STOP":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", failing)
+    child._wait(process)
+    assert (tmp_path / "STOP").exists() and process.returncode == 0
 
 
 def test_second_interrupt_reaches_torchrun(tmp_path: Path, torchrun: dict[str, str]) -> None:

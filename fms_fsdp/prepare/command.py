@@ -69,18 +69,10 @@ def prepare(config: PrepareConfig) -> dict[str, Stats]:
     named = parse_input(config.input)
     sources = [_find_source(config, name, paths) for name, paths in named.items()]
     with lock_output(config.folder):
-        vocabulary = _choose_tokenizer(config, sources)
-        tokenizer = vocabulary.kept_in(config.folder)
-        bos_id = None
-        if config.bos_token:
-            bos_id = load_tokenizer(tokenizer).token_id(config.bos_token)
-            if bos_id is None:
-                raise UserError(
-                    f"--bos_token={config.bos_token} is not a token of the tokenizer; use another"
-                )
+        vocabulary, bos_id = _choose_tokenizer(config, sources)
         reader = TextReader(
             _form(config),
-            tokenizer,
+            vocabulary.kept_in(config.folder),
             vocabulary.eos_token,
             config.append_eos,
             config.min_tokens,
@@ -118,8 +110,11 @@ def _find_source(config: PrepareConfig, name: str, paths: Sequence[str]) -> Prep
     return PreparedSource(name, files, tuple(slices), config.folder)
 
 
-def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Vocabulary:
-    """Returns the tokenizer of the output: given, trained, or already there; checks and writes the plans.
+def _choose_tokenizer(
+    config: PrepareConfig, sources: Sequence[PreparedSource]
+) -> tuple[Vocabulary, int | None]:
+    """Returns the tokenizer of the output (given, trained, or already there) and the id of --bos_token;
+    checks and writes the plans.
 
     Raises:
         UserError: a source of the output was made with another, or with other inputs or options.
@@ -163,6 +158,7 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     if replaces_space(tokenizer):
         note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
     vocabulary = tokenizer.vocabulary
+    bos_id = _bos_id(config, tokenizer)  # its error comes before the plans are written
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
     if config.prompt_key and adds_space(tokenizer):
         plans = [{**plan, "responses": "continued"} for plan in plans]
@@ -170,7 +166,20 @@ def _choose_tokenizer(config: PrepareConfig, sources: Sequence[PreparedSource]) 
     check_plans(output, sources, plans, config.overwrite)
     if not is_known:
         save_tokenizer(output, tokenizer, chat, training)
-    return vocabulary
+    elif vocabulary != known:  # another --eos_token, at which exports and generated text end
+        save_tokenizer(output, tokenizer, None, trained_on)
+    return vocabulary, bos_id
+
+
+def _bos_id(config: PrepareConfig, tokenizer: Tokenizer) -> int | None:
+    if not config.bos_token:
+        return None
+    bos_id = tokenizer.token_id(config.bos_token)
+    if bos_id is None:
+        raise UserError(
+            f"--bos_token={config.bos_token} is not a token of the tokenizer; use another"
+        )
+    return bos_id
 
 
 def _plan(

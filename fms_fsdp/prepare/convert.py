@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fms_fsdp.data.shards import NO_LOSS
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.files import is_file, map_or_read
 from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.documents import Part, Problem, open_arrow
@@ -129,6 +129,11 @@ def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo
             size = vocabulary.size
         if eos_id is None:
             eos_id = vocabulary.eos_id
+        if eos_id != vocabulary.eos_id:
+            note_once(
+                f"--eos_id={eos_id} is not the EOS token of --tokenizer ({vocabulary.eos_id}), at which "
+                "exports and generated text end"
+            )
     assert size is not None and eos_id is not None  # one of the flags is set
     bos_id = -1 if config.bos_id is None else config.bos_id
     for name, number in (("eos_id", eos_id), ("bos_id", bos_id)):
@@ -241,7 +246,7 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
     ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
     total = int(ends[-1]) if len(ends) else 0
     size = os.path.getsize(path)
-    if total and size not in (2 * total, 4 * total):
+    if size not in (2 * total, 4 * total):  # also if the index is empty
         raise UserError(f"has {size} bytes for {total} tokens of its index; expected 2 or 4 each")
     bytes_per_id = size // total if total else 2
     ids = _map_ids(path, np.dtype(f"<u{bytes_per_id}"))

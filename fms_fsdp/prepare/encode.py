@@ -118,7 +118,9 @@ class TextReader:
                     yield Problem(f"longer than {self.max_tokens} tokens")
                 else:
                     unk_tokens = _count(tokens, unk_id)
-                    eos_tokens = _count(tokens, tokenizer.vocabulary.eos_id)
+                    # The stored BOS token may be the EOS token, as GPT-2's.
+                    text = tokens if self.bos_id is None else tokens[1:]
+                    eos_tokens = _count(text, tokenizer.vocabulary.eos_id)
                     if self.append_eos:
                         tokens = np.concatenate([tokens, eos])
                     yield Encoded(tokens, document, unk_tokens, eos_tokens)
@@ -134,13 +136,13 @@ class TextReader:
         texts = [document.text[document.prompt :] for document in documents]
         responses = tokenizer.encode(texts)
         after_prompt = [number for number, document in enumerate(documents) if document.prompt]
-        has_prompts = bool(after_prompt)
-        if has_prompts and adds_space(tokenizer):
+        if after_prompt and adds_space(tokenizer):
             after_texts = [texts[number] for number in after_prompt]
             continued = encode_continuations(tokenizer, after_texts, unk_id)
             for number, row in zip(after_prompt, continued, strict=True):
                 responses[number] = row
         bos = [] if self.bos_id is None else [self.bos_id]
+        has_prompts = bool(self.form.prompt_key)
         if not has_prompts and not bos:
             return responses
         prompts = tokenizer.encode([document.text[: document.prompt] for document in documents])

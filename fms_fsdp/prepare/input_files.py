@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from fms_fsdp.config.values import counted
-from fms_fsdp.errors import MissingInput, UserError, note_once
+from fms_fsdp.errors import MissingInput, UserError, is_absent, note_once
 from fms_fsdp.files import exists, is_file, is_folder
 from fms_fsdp.prepare.documents import (
     COMPRESSED,
@@ -262,11 +262,22 @@ def _is_hidden(name: str) -> bool:
 
 
 def _walk(path: str) -> Iterator[str]:
-    """Yields the files below a folder, each folder once; a file yields itself."""
+    """Yields the files below a folder, each folder once; a file yields itself.
+
+    Raises:
+        OSError: the storage does not give a folder, whose files would be missing in the shards.
+    """
+
+    def raise_or_note(error: OSError) -> None:
+        if isinstance(error, PermissionError):  # such as lost+found
+            note_once(f"--input={path}: skipped the folder {error.filename}: {error.strerror}")
+        elif not is_absent(error):
+            raise error
+
     if is_file(path):
         yield path
     seen = {os.path.realpath(path)}
-    for folder, subfolders, files in os.walk(path, followlinks=True):
+    for folder, subfolders, files in os.walk(path, onerror=raise_or_note, followlinks=True):
         kept = []
         for sub in sorted(subfolders):
             real = os.path.realpath(os.path.join(folder, sub))

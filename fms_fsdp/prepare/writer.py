@@ -35,6 +35,7 @@ from fms_fsdp.data.kept_tokenizer import parse_description, unk_warning
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import FULL_DISK, UserError
 from fms_fsdp.files import (
+    exists,
     replace_file,
     safe_name,
     sync_to_disk,
@@ -335,7 +336,8 @@ class PreparedSource:
         for path in self.journal.glob("*"):
             if path.name != _REPLACED:
                 path.unlink()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        if exists(self.partial):  # what stayed there would be published with the new shards
+            shutil.rmtree(self.partial)
         write_json(self.journal / "plan.json", plan)
 
     def finished(self) -> dict[int, SliceResult]:
@@ -416,20 +418,21 @@ def lock_output(output: Path) -> Iterator[None]:
 def save_tokenizer(
     output: Path,
     tokenizer: Tokenizer,
-    chat: ChatSettings,
-    trained_on: dict[str, Any] | None = None,
+    chat: ChatSettings | None,
+    trained_on: Any = None,
 ) -> None:
     """Saves a copy of the tokenizer with the shards.
 
-    It consists of its files, its description meta/tokenizer.json, and its chat settings. The files
-    of a tokenizer of another kind that it replaces are removed.
+    It consists of its files, its description meta/tokenizer.json, and its chat settings (None keeps
+    those of the output). The files of a tokenizer of another kind that it replaces are removed.
     """
     path = output / "meta" / "tokenizer.json"
     replaced = None
     if path.is_file():
         replaced, _ = parse_description(path.read_bytes(), str(path))
     tokenizer.save(output)
-    save_chat_settings(chat, output)
+    if chat is not None:
+        save_chat_settings(chat, output)
     description = {**asdict(tokenizer.vocabulary), "trained_on": trained_on}
     write_json(path, description)
     if replaced is not None and replaced.kind != tokenizer.vocabulary.kind:

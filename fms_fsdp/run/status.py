@@ -75,10 +75,12 @@ class RunStatus:
                 self._worlds.append([start_step, size])
             self._write(folder / "status.json", RUNNING)
             job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
-            if job:
-                with suppress(OSError):
-                    # train.slurm and pulse.sh read it.
-                    write_atomically(folder / "slurm_job", f"{job}\n")
+            job_file = folder / "slurm_job"  # read by train.slurm and pulse.sh
+            with suppress(OSError):
+                if job:
+                    write_atomically(job_file, f"{job}\n")
+                else:  # of an earlier launch, whose job has ended
+                    job_file.unlink(missing_ok=True)
         self._write_outcome(RUNNING)
 
     def follow(self, state: TrainState) -> None:
@@ -291,10 +293,15 @@ class RunStatus:
         # An end that all ranks know is written once per machine.
         if not on_one_rank and env_int("LOCAL_RANK", 0) != 0:
             return
+        is_claimed = self.folder is not None
         before = _read_record(path)
-        has_ended = "attempt" in before and before.get("status") != RUNNING
+        has_ended = before.get("attempt") == self.restart and before.get("status") != RUNNING
+        # When nodes join, torchrun forms a new group without a restart: the end on record, of ranks that
+        # had a run directory, is the old group's. (A rank that is stopped now belongs to either.)
+        if before.get("claimed") and not is_claimed and status != RESUME_ME:
+            has_ended = False
         if status == RUNNING or not has_ended:
-            self._write(path, status, attempt=self.restart, claimed=self.folder is not None)
+            self._write(path, status, attempt=self.restart, claimed=is_claimed)
 
     def _write(self, path: Path, status: str, **more: int) -> None:
         content = {

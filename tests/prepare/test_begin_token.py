@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import sentencepiece
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.kept_tokenizer import shards_bos_id
@@ -90,3 +91,38 @@ def test_unknown_bos_is_rejected(
 ) -> None:
     assert main([command, f"--input=web={texts}", f"--output={tmp_path / 'out'}", *flags]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_mistyped_bos_leaves_no_plan(texts: Path, tmp_path: Path) -> None:
+    flags = ("--tokenizer=byte", "--num_workers=1", f"--output={tmp_path / 'out'}")
+    argv = ["prepare", f"--input=web={texts}", *flags]
+    assert main([*argv, "--bos_token=<s>"]) == 2
+    assert main([*argv, BEGIN]) == 0  # it was "made with other bos_token"
+
+
+def test_bos_that_is_the_eos_is_not_in_the_text(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    """As of GPT-2; and a model whose EOS token is only named by the flag."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c"] * 9),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=270,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        eos_id=-1,
+        user_defined_symbols=["<|end|>"],
+        minloglevel=3,
+    )
+    flags = (f"--tokenizer={tmp_path}/sp.model", "--eos_token=<|end|>", "--bos_token=<|end|>")
+    argv = ["prepare", f"--input=web={texts}", f"--output={tmp_path / 'out'}", *flags]
+    assert main([*argv, "--num_workers=1"]) == 0
+    assert "spell the EOS" not in capsys.readouterr().out
+
+
+def test_bos_without_a_prompt_is_no_label_either(tmp_path: Path) -> None:
+    """It was a label if no other record of its batch of a MB had a prompt."""
+    (tmp_path / "x.jsonl").write_text('{"text": "a", "ask": ""}')
+    documents, _ = made(
+        "prepare", tmp_path / "x.jsonl", tmp_path / "out", "--prompt_key=ask", BEGIN
+    )
+    assert documents == [[256 + (1 << 31), ord("a")]]

@@ -149,6 +149,18 @@ def test_prepare_adds_a_source_to_converted(tmp_path: Path) -> None:
     assert counts[1:] == ["x/shard-00000.arrow,2,3", "y/shard-00000.arrow,1,5"]
 
 
+def test_other_eos_than_the_tokenizers_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pq.write_table(pa.table({"tokens": [[104, 105, 3]]}), tmp_path / "x.parquet")
+    inputs = f"x={tmp_path}/x.parquet"
+    run(tmp_path / "same", inputs, vocab_size=None, eos_id=257, tokenizer="byte")
+    assert "EOS" not in capsys.readouterr().err
+    run(tmp_path / "other", inputs, vocab_size=None, eos_id=3, tokenizer="byte")
+    assert "--eos_id=3 is not the EOS token of --tokenizer (257)" in capsys.readouterr().err
+    assert rows(tmp_path / "other/x") == [[104, 105]]
+
+
 def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
     documents = random_documents(1)
     write_megatron(tmp_path / "cut", documents, 8, "<u2")
@@ -163,6 +175,8 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "other.idx").write_bytes(b"TNTIDX\x00\x00" * 9)
     (tmp_path / "other.bin").write_bytes(b"")
     (tmp_path / "alone.ds").write_bytes(b"\x01\x00")
+    (tmp_path / "empty.ds").write_bytes(b"\x01\x00")
+    (tmp_path / "empty.ds.index").touch()
     (tmp_path / "x.npy").write_bytes(b"")
     for name, column in {
         "string": ["a"],
@@ -183,6 +197,7 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
         ("later.idx", "version 2, type 8; it must be"),
         ("other.idx", "not a Megatron index"),
         ("alone.ds", "No such file"),
+        ("empty.ds", "has 2 bytes for 0 tokens of its index"),
         ("text.parquet", "has no column tokens or input_ids, only text"),
         ("string.parquet", "not lists of integers"),
         ("null.parquet", "ids contain nulls"),

@@ -285,3 +285,26 @@ def test_failing_storage_is_not_a_missing_input(
     monkeypatch.setattr(os, "stat", failing)
     with pytest.raises(OSError, match="Cannot send"):
         find_files(str(path))
+
+
+def test_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files were missing in the shards without a word."""
+    for name in ("a", "b"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "x.txt").write_text(name)
+    scandir = os.scandir
+    code = errno.EIO
+
+    def failing(folder: Any = ".") -> Any:
+        if str(folder).endswith("in/b"):
+            raise OSError(code, os.strerror(code), folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        find_files(str(tmp_path / "in"))
+    code = errno.EACCES  # as of lost+found
+    assert [file.name for file in find_files(str(tmp_path / "in"))] == ["a/x.txt"]
+    assert f"skipped the folder {tmp_path}/in/b: Permission denied" in capsys.readouterr().err

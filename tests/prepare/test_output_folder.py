@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -140,3 +141,27 @@ def test_full_disk_is_named_with_its_fix(small_disk: Path, tmp_path: Path) -> No
     message = f"--output={small_disk / 'out'} cannot be written: No space left on device; free disk"
     with pytest.raises(ValueError, match=message):
         run(small_disk / "out", str(tmp_path / "x.jsonl"), dedup=False)
+
+
+def test_shard_of_an_old_plan_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training reads all shards of a folder, also one that the storage did not remove."""
+    inputs = f"web={write_jsonl(tmp_path / 'a.jsonl', ['text'] * 20)}"
+    run(tmp_path / "out", inputs)
+    old = tmp_path / "out/.partial/web/train/shard-00009.arrow"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    unlink = os.unlink
+
+    def failing(path: str | Path, **settings: int) -> None:
+        if os.path.basename(path) == old.name:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        unlink(path, **settings)
+
+    with monkeypatch.context() as storage:
+        storage.setattr(os, "unlink", failing)
+        with pytest.raises(OSError, match="Stale file handle"):
+            run(tmp_path / "out", inputs, min_tokens=2, overwrite=True)
+    run(tmp_path / "out", inputs, min_tokens=2, overwrite=True)
+    assert os.listdir(tmp_path / "out/web") == ["shard-00000.arrow"]

@@ -159,6 +159,22 @@ def test_another_eos_token_is_rejected(
     assert not (tmp_path / "out" / "meta" / "prepare" / "b").exists()
 
 
+def test_new_eos_token_is_kept_with_the_shards(tmp_path: Path, model: bytes) -> None:
+    """Exports and generated text ended at the token before, and no further source fitted."""
+    (tmp_path / "sp.model").write_bytes(model)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (tmp_path / "x.txt").write_text("text")
+    out = tmp_path / "out"
+    flags = (f"--output={out}", "--num_workers=1")
+    assert main(["prepare", f"a={tmp_path}/x.txt", *flags, f"--tokenizer={tmp_path}/sp.model"]) == 0
+    again = ("--eos_token=<s>", "--overwrite=True")
+    assert main(["prepare", f"a={tmp_path}/x.txt", *flags, *again]) == 0
+    kept = find_tokenizer(str(out))
+    assert kept is not None and kept.vocabulary.eos_id == 1
+    assert (out / "meta/chat.json").exists()
+    assert main(["prepare", f"b={tmp_path}/x.txt", *flags]) == 0
+
+
 @pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
 def test_responses_continue_their_prompt(tmp_path: Path, source_code: list[str], rule: str) -> None:
     """With a model that puts a space before each text, such as Llama 2's or T5's."""

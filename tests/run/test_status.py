@@ -58,6 +58,45 @@ def test_unlocked_launch_writes_only_its_outcome(
     }
 
 
+@pytest.mark.parametrize(
+    ("attempt", "status", "claimed", "expected"),
+    [
+        (0, "failed", True, "bad_input"),  # of the attempt before: the launch ended with 0
+        (1, "resume_me", True, "bad_input"),  # of the nodes before one joined: with 75
+        (1, "failed", False, "failed"),  # of another rank
+        (1, "running", True, "bad_input"),
+    ],
+)
+def test_outcome_is_of_the_last_group(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempt: int,
+    status: str,
+    claimed: bool,
+    expected: str,
+) -> None:
+    outcome = tmp_path / "outcome.json"
+    outcome.write_text(json.dumps({"status": status, "attempt": attempt, "claimed": claimed}))
+    monkeypatch.setenv("LAUNCH_OUTCOME", str(outcome))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with RunStatus():
+        raise UserError("--x (1) must be 2")
+    with RunStatus() as stopped:  # another rank, which torchrun ends
+        stopped.end(RESUME_ME, "stopped by SIGTERM before the first step")
+    assert json.loads(outcome.read_text())["status"] == expected
+
+
+def test_job_of_an_earlier_launch_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pulse.sh looked for it, and reported a run outside of SLURM as gone."""
+    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "slurm_job").write_text("123\n")
+    RunStatus().open(tmp_path, 0)
+    assert not (tmp_path / "slurm_job").exists()
+
+
 def test_first_failure_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = RunStatus()
     first.open(tmp_path, 0)

@@ -116,6 +116,15 @@ def test_scripts_run_once_per_hour_or_day(tmp_path: Path) -> None:
     assert log.read_text().split() == ["cron.hourly/copy", "cron.daily/prune", "cron.hourly/copy"]
 
 
+def test_script_without_a_stamp_stops_no_other(tmp_path: Path) -> None:
+    """As on a full disk. The end of the first `touch` was the end of all."""
+    executable(tmp_path / "cron.hourly/a", "echo ran a\n")
+    (tmp_path / "cron.hourly/.stamps").symlink_to(tmp_path / "gone/stamps")
+    executable(tmp_path / "cron.daily/b", "echo ran b\n")
+    ended = run_folder(tmp_path)
+    assert ended.returncode == 1 and "ran b" in ended.stdout and "ran a" not in ended.stdout
+
+
 def test_missing_folder_is_rejected(tmp_path: Path) -> None:
     for arguments in ((), (tmp_path / "none",), (tmp_path, tmp_path)):
         ended = run_folder(*arguments)

@@ -374,7 +374,10 @@ def test_run_name_in_environment_is_a_default(repo: Path) -> None:
 
 
 def test_site_file_is_read_first(repo: Path) -> None:
-    (repo / "scripts/site.sh").write_text("export NCCL_SOCKET_IFNAME=ib0\n")
+    """train.slurm took its output for a part of the run directory's name."""
+    (repo / "scripts/site.sh").write_text("export NCCL_SOCKET_IFNAME=ib0\necho Loading cuda/13\n")
+    prepared = train(repo, "--run_name=mine", PREPARE_ONLY="1")
+    assert prepared.stdout == "runs/mine\n" and "Loading cuda/13" in prepared.stderr
     assert train(repo).returncode == 0
     assert called(repo)["env"]["NCCL_SOCKET_IFNAME"] == "ib0"
 

@@ -195,6 +195,23 @@ def test_job_without_a_step_ends_the_chain(repo: Path, submit: Submit) -> None:
     assert asked(repo) == ["scontrol requeue 7"]
 
 
+def test_job_after_a_failure_may_end_at_an_earlier_step(repo: Path, submit: Submit) -> None:
+    """A node failed at step 9, after the last checkpoint; the chain ended with "finished no step"."""
+    (repo / "runs/job-7").mkdir(parents=True)
+    (repo / "runs/job-7/status.json").write_text('{"status": "running", "step": 9}')
+    output, _ = submit(PLAN="resume_me:75").communicate(timeout=300)
+    assert "requeued, to resume from step 3" in output, output
+
+
+def test_launch_that_never_begins_ends_the_chain(repo: Path, submit: Submit) -> None:
+    (repo / "runs/job-7").mkdir(parents=True)
+    (repo / "runs/job-7/status.json").write_text('{"status": "failed", "step": 9}')
+    (repo / "main_training.py").write_text("import sys\nsys.exit(75)\n")
+    job = submit()
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 1 and "this job finished no step" in output, output
+
+
 @pytest.mark.parametrize(
     ("number", "requests"), [(signal.SIGUSR1, ["scontrol requeue 7"]), (signal.SIGTERM, [])]
 )
