@@ -159,7 +159,7 @@ def find_files(
     folder, pattern = _split_pattern(path)
     if pattern:
         root = folder
-        found = glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
+        found = list(_expand(folder or ".", pattern.split("/"), [os.path.realpath(folder or ".")]))
         if not glob.has_magic(pattern.split("/")[0]) or not is_folder(root or "."):
             raise MissingInput(
                 f"--input={path} does not exist; give a file, a folder or a quoted glob"
@@ -261,23 +261,59 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
 
 
+def _expand(folder: str, parts: Sequence[str], above: Sequence[str]) -> Iterator[str]:
+    """Yields the files and folders below a folder that match the parts of a glob; with `**` at the
+    end the folder itself.
+
+    `above`: the real paths of this folder and those above it, against links that lead back. Not
+    `glob.glob`, which takes a folder that cannot be read for an empty one.
+
+    Raises:
+        OSError: the storage does not give a folder, whose files would be missing in the shards.
+    """
+    if not parts or parts == ["**"]:
+        yield folder
+        return
+    first, *rest = parts
+    names = [first]
+    if glob.has_magic(first):
+        try:
+            names = [name for name in sorted(os.listdir(folder)) if not _is_hidden(name)]
+        except OSError as error:
+            _note_or_raise(error)
+            return
+    if first == "**":
+        yield from _expand(folder, rest, above)
+        for name in names:
+            path = os.path.join(folder, name)
+            real = os.path.realpath(path)
+            if is_folder(path) and real not in above:
+                yield from _expand(path, parts, [*above, real])
+        return
+    for name in fnmatch.filter(names, first) if glob.has_magic(first) else names:
+        path = os.path.join(folder, name)
+        if exists(path):
+            yield from _expand(path, rest, [*above, os.path.realpath(path)])
+
+
+def _note_or_raise(error: OSError) -> None:
+    """Lets the run go on without a folder that is gone or forbidden, such as lost+found."""
+    if isinstance(error, PermissionError):
+        note_once(f"--input: skipped the folder {error.filename}: {error.strerror}")
+    elif not is_absent(error):
+        raise error
+
+
 def _walk(path: str) -> Iterator[str]:
     """Yields the files below a folder, each folder once; a file yields itself.
 
     Raises:
         OSError: the storage does not give a folder, whose files would be missing in the shards.
     """
-
-    def raise_or_note(error: OSError) -> None:
-        if isinstance(error, PermissionError):  # such as lost+found
-            note_once(f"--input={path}: skipped the folder {error.filename}: {error.strerror}")
-        elif not is_absent(error):
-            raise error
-
     if is_file(path):
         yield path
     seen = {os.path.realpath(path)}
-    for folder, subfolders, files in os.walk(path, onerror=raise_or_note, followlinks=True):
+    for folder, subfolders, files in os.walk(path, onerror=_note_or_raise, followlinks=True):
         kept = []
         for sub in sorted(subfolders):
             real = os.path.realpath(os.path.join(folder, sub))

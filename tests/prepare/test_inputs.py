@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bz2
 import errno
+import glob
 import gzip
 import json
 import lzma
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -287,24 +289,70 @@ def test_failing_storage_is_not_a_missing_input(
         find_files(str(path))
 
 
+@pytest.mark.parametrize("pattern", ["", "/*", "/**", "/**/*.txt", "/*/x.txt", "/[ab]/*"])
 def test_folder_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    pattern: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its files were missing in the shards without a word."""
     for name in ("a", "b"):
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "x.txt").write_text(name)
     scandir = os.scandir
+    listdir = os.listdir
     code = errno.EIO
 
-    def failing(folder: Any = ".") -> Any:
+    def failing(read: Callable[[Any], Any], folder: Any) -> Any:
         if str(folder).endswith("in/b"):
             raise OSError(code, os.strerror(code), folder)
-        return scandir(folder)
+        return read(folder)
 
-    monkeypatch.setattr(os, "scandir", failing)
+    monkeypatch.setattr(os, "scandir", partial(failing, scandir))
+    monkeypatch.setattr(os, "listdir", partial(failing, listdir))
+    path = f"{tmp_path}/in{pattern}"
+    if pattern == "/*/x.txt":  # reads no folder of that depth
+        assert [file.name for file in find_files(path)] == ["a/x.txt", "b/x.txt"]
+        return
     with pytest.raises(OSError, match="Input/output error"):
-        find_files(str(tmp_path / "in"))
+        find_files(path)
     code = errno.EACCES  # as of lost+found
-    assert [file.name for file in find_files(str(tmp_path / "in"))] == ["a/x.txt"]
+    assert [file.name for file in find_files(path)] == ["a/x.txt"]
     assert f"skipped the folder {tmp_path}/in/b: Permission denied" in capsys.readouterr().err
+
+
+def test_globs_match_as_those_of_python(tmp_path: Path) -> None:
+    files = ["a.txt", "b.md", "x/a.txt", "x/y/a.txt", "x/y/z/b.txt", "w[1]/a.txt", ".hidden/a.txt"]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(file)
+    (tmp_path / "x" / "loop").symlink_to(tmp_path)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "b.md")
+    for pattern in (
+        *(
+            "*",
+            "**",
+            "*.txt",
+            "**/*.txt",
+            "**/a.txt",
+            "x/**",
+            "x/**/a.txt",
+            "*/y/*",
+            "**/y/**/*.txt",
+        ),
+        *("?.txt", "[ab].*", "x/*/*.txt", "w[1]/*", "**/[!a].txt", "*/*/../a.txt"),
+    ):
+        found = glob.glob(f"{tmp_path}/{pattern}", recursive=True)
+        expected = {
+            os.path.realpath(file)
+            for path in found
+            for file in (
+                [path] if os.path.isfile(path) else glob.glob(f"{path}/**", recursive=True)
+            )
+            if os.path.isfile(file)
+        }
+        if pattern == "w[1]/*":  # the folder exists, so its brackets are no pattern
+            expected = {f"{tmp_path}/w[1]/a.txt"}
+        given = find_files(f"{tmp_path}/{pattern}")
+        assert {os.path.realpath(file.path) for file in given} == expected, pattern
