@@ -31,7 +31,7 @@ from fms_fsdp.errors import UserError
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.optim.optimizers import example_state
-from fms_fsdp.optim.schedules import Milestones, RunLength, find_milestones
+from fms_fsdp.optim.schedules import Milestones, RunLength, compute_milestones, find_milestones
 from fms_fsdp.parallel.layout import check_float8, check_layout
 from fms_fsdp.predict.memory import checkpoint_bytes
 from fms_fsdp.run.checks import check_attention, check_folders, check_machine
@@ -319,23 +319,26 @@ def plan_schedule(
     """Returns the milestones of the learning rate. A new run with a ramp of the batch counts tokens.
 
     Raises:
-        UserError: the decay ends before it begins.
+        UserError: the decay of a new schedule ends before it begins.
     """
+    if kept.milestones is not None and not kept.moves_decay:
+        # Not computed again: the tokens of past steps are only known on average, so that the
+        # warmup could seem too long.
+        return kept.milestones
     seq_length = cfg.data.seq_length
     tokens_at = partial(start.tokens_at, batch=batch, seq_length=seq_length)
     length = RunLength(num_steps, seq_length, tokens_at)
     in_tokens = kept.counts_tokens
     if in_tokens is None:
         in_tokens = bool(batch.rampup)
-    milestones = find_milestones(cfg.optim, length, in_tokens=in_tokens)
     if kept.milestones is None:
-        return milestones
-    if kept.moves_decay:
-        # The warmup may be over, and its end is known. In a shortened run the last phase would have
-        # begun in the past, and the learning rate would fall at once.
-        decay_start = max(milestones.decay_start, _position(start, milestones))
-        return replace(milestones, warmup=kept.milestones.warmup, decay_start=decay_start)
-    return kept.milestones
+        return find_milestones(cfg.optim, length, in_tokens=in_tokens)
+    # The warmup may be over, and its end is known. In a shortened run the last phase would have
+    # begun in the past or within the warmup, and the learning rate would fall at once.
+    milestones = compute_milestones(cfg.optim, length, in_tokens=in_tokens)
+    warmup = kept.milestones.warmup
+    decay_start = max(milestones.decay_start, _position(start, milestones), warmup)
+    return replace(milestones, warmup=warmup, decay_start=decay_start)
 
 
 def _split(batch: BatchPlan, size: int) -> BatchPlan:

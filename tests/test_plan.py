@@ -90,6 +90,19 @@ def test_resumed_run_keeps_batch_and_schedule() -> None:
     assert by_flags.milestones.warmup == 5
 
 
+@pytest.mark.parametrize(("schedule", "decay"), [("linear", 200), ("wsd", 330)])
+def test_resumed_ramp_accepts_its_own_warmup(schedule: str, decay: int) -> None:
+    """The tokens of past steps are known on average alone: the warmup of 17,920 seemed to take 32,573."""
+    flags = ["--seq_length=128", f"--lr_schedule={schedule}", "--num_steps=60", "--warmup=0.5"]
+    flags += [f"--lr_decay={decay}samples", "--batch_size=1", "--global_batch_size=16"]
+    first = planned(*flags, "--rampup_batch_size=4,4,300", devices=1)
+    sequences = first.batch.sequences_in(58)
+    metadata = TrainMetadata(58, sequences * 128, sequences, **first.saved_with)
+    resume = ResumePoint(Checkpoint(Path("checkpoints", "step_58"), metadata))
+    again = planned(*flags, "--rampup_batch_size=4,4,300", devices=1, resume=resume)
+    assert again.milestones == first.milestones
+
+
 def test_new_weights_keep_nothing() -> None:
     first = planned("--batch_size=4", "--num_steps=100")
     weights = replace(checkpoint_of(first, step=10), weights_only=True)

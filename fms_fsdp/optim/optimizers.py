@@ -367,7 +367,14 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
         linear = partial(nn.Linear, _EXAMPLE_SIZE, _EXAMPLE_SIZE, bias=False, dtype=dtype)
         model = nn.ModuleDict({"blocks": linear(), "embed": linear()}).to_empty(device="cpu")
     try:
-        state = build_optimizers(config, model, precision).tensors()
+        optimizers = build_optimizers(config, model, precision)
+        before = _group_values(optimizers)
+        state = optimizers.tensors()  # creates what the first step creates, by a step
+        changed = [key for key, value in _group_values(optimizers) if (key, value) not in before]
+        if changed:
+            raise TypeError(
+                f"a step changes {changed[0]!r} of its groups, which a checkpoint does not store"
+            )
         if not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise TypeError("its state contains values that are not tensors and cannot be saved")
     except (
@@ -393,6 +400,15 @@ def example_state(config: OptimConfig, precision: Precision = FP32) -> dict[str,
             remedy = "correct the function or --optimizer_kwargs"
         raise UserError(f"{built} cannot be built: {error}; {remedy}") from error
     return state
+
+
+def _group_values(optimizers: Optimizers) -> list[tuple[str, str]]:
+    """Returns the arguments of all groups by name, as text."""
+    values = []
+    for optimizer in optimizers.optimizers:
+        for group in optimizer.param_groups:
+            values += [(key, repr(value)) for key, value in group.items() if key != "params"]
+    return values
 
 
 def state_bytes(config: OptimConfig, model: TransformerConfig, precision: Precision = FP32) -> int:

@@ -64,6 +64,15 @@ def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = Fa
     Raises:
         UserError: the decay ends before it begins.
     """
+    milestones = compute_milestones(config, run, in_tokens=in_tokens)
+    _check_warmup(config, milestones)
+    return milestones
+
+
+def compute_milestones(
+    config: OptimConfig, run: RunLength, *, in_tokens: bool = False
+) -> Milestones:
+    """Returns `find_milestones` without a check."""
     spans = {name: parse_duration(name, text) for name, text in config.durations().items()}
     units = {span.unit for span in spans.values()}
     if units & {"samples", "tokens"}:
@@ -106,20 +115,27 @@ def find_milestones(config: OptimConfig, run: RunLength, *, in_tokens: bool = Fa
         start = end - length("lr_decay", 0)
     else:
         start = position(last_step - steps("lr_decay"))
+    return Milestones(in_tokens, warmup, start, end, length("lr_step_size", 0))
+
+
+def _check_warmup(config: OptimConfig, milestones: Milestones) -> None:
+    """Raises UserError if the warmup is longer than the run before the decay."""
+    warmup = milestones.warmup
+    start = milestones.decay_start
+    end = milestones.decay_end
     if warmup > min(start, end):
         names = ("warmup", "warmup_steps", "lr_decay", "constant_steps")
         given = [f"--{name}={getattr(config, name)}" for name in names if getattr(config, name)]
-        unit = "tokens" if in_tokens else "steps"
+        unit = "tokens" if milestones.in_tokens else "steps"
         limit = min(start, end)
         milestone = "begins" if start < end else "ends"
-        fix = f"--warmup={limit // 10}{unit if in_tokens else ''}"
+        fix = f"--warmup={limit // 10}{unit if milestones.in_tokens else ''}"
         if config.lr_decay or config.constant_steps:
             fix = "a shorter warmup or decay"
         raise UserError(
             f"{', '.join(given)}: the warmup takes {warmup:,} {unit}, but the decay {milestone} at "
             f"{limit:,}; use {fix}, or a larger --num_steps"
         )
-    return Milestones(in_tokens, warmup, start, end, length("lr_step_size", 0))
 
 
 @dataclass(frozen=True)

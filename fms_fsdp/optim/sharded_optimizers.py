@@ -43,6 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     found_inf: torch.Tensor | None = None
     _is_skipped: torch.Tensor | None = None  # of the running step
     _last_found_inf: HostCopy | None = None
+    _stepped: list[State] = []  # whose count the last step raised
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         if not 0 <= defaults.get("momentum", 0.0) < 1:
@@ -61,11 +62,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Updates the weights (collective)."""
         self._correct_step_count()
         self._is_skipped = None if self.found_inf is None else self.found_inf > 0
+        self._stepped = []
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             states = [self.state[param] for param in params]
             for state in states:
                 state["step"] += 1
+            self._stepped += states
             if params:
                 self.update(group, int(states[0]["step"]), params, states)
         self._last_found_inf = None if self.found_inf is None else HostCopy(self.found_inf)
@@ -82,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         last = self._last_found_inf
         self._last_found_inf = None
         if last is not None and last.read():
-            for state in self.state.values():
+            for state in self._stepped:
                 state["step"] -= 1
 
     def update(self, group: Group, step: int, params: Tensors, states: list[State]) -> None:

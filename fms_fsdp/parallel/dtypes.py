@@ -62,6 +62,8 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     unsharded (hsdp over replicas, `sync_each_micro_step` off) are in `reduce_dtype`.
     """
     for parameter in model.parameters():
+        if not parameter.requires_grad:  # frozen by a user's builder
+            continue
         parameter.grad_dtype = None  # any dtype
         parameter.register_post_accumulate_grad_hook(_widen_gradient)  # type: ignore[no-untyped-call]
 

@@ -14,7 +14,8 @@ from fms_fsdp.config import OptimConfig
 from fms_fsdp.config.optim import OPTIMIZERS
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.optim.optimizers import Optimizers, build_optimizers
+from fms_fsdp.errors import UserError
+from fms_fsdp.optim.optimizers import Optimizers, build_optimizers, example_state
 
 ALONE = Mesh(ParallelDims("none"), 0, "cpu")
 
@@ -75,6 +76,40 @@ def test_non_finite_step_changes_no_bit(kind: str) -> None:
     states = [state for part in optimizers.optimizers for state in part.state.values()]
     steps = {state["step"].item() for state in states if "step" in state}
     assert steps == (set() if "sgd" in kind else {2})
+
+
+def test_skipped_step_of_unused_weight_is_not_counted() -> None:
+    """Its count became -1."""
+    model = nn.ModuleDict({"blocks": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    optimizers = build_named("lamb", model)
+    for norm in (1.0, math.nan, 1.0):
+        for parameter in model["blocks"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizers.step(lambda base: base, torch.tensor(norm))
+        optimizers.zero_grad()
+    state = optimizers.state_dict()
+    assert state["blocks.weight.step"] == 2 and state["unused.weight.step"] == 0
+
+
+class CountsInGroup(torch.optim.SGD):
+    """Has its count of steps in its groups, where torch's optimizers have none."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        for group in self.param_groups:
+            group["num_steps"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["num_steps"] += 1
+
+
+def test_values_that_no_checkpoint_stores_are_rejected() -> None:
+    """A resumed run counted from 0 again, without a word."""
+    section = OptimConfig(optimizer=f"{__name__}:CountsInGroup")
+    with pytest.raises(UserError, match="a step changes 'num_steps' of its groups, which a check"):
+        example_state(section)
 
 
 class Skipping(torch.optim.SGD):

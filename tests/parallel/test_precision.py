@@ -20,7 +20,7 @@ from fms_fsdp.distributed.dtensor import local_shard
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import RopeScaling, TransformerConfig
 from fms_fsdp.models.init import clean_name
-from fms_fsdp.parallel.dtypes import _CASTING
+from fms_fsdp.parallel.dtypes import _CASTING, accumulate_in_fp32
 from fms_fsdp.parallel.parallelize import parallelize
 
 CPU = torch.device("cpu")
@@ -145,6 +145,16 @@ def test_gradients_in_16_bits_equal_fp32(shape: str, precision: Precision, strat
     }
     limit = LIMITS[precision.compute]
     assert {name: error for name, error in errors.items() if not error <= limit} == {}
+
+
+def test_frozen_weight_has_no_gradient_to_widen() -> None:
+    """torch takes no hook of a weight without gradient: --grad_accum_dtype=fp32 ended in a traceback."""
+    model = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    model.weight.requires_grad_(False)
+    accumulate_in_fp32(model)
+    model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is None
+    assert model.bias.grad is not None and model.bias.grad.dtype == torch.float32
 
 
 def test_layernorm_without_bias_is_cast() -> None:

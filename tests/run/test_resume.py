@@ -339,6 +339,13 @@ def test_longer_run_keeps_its_schedule(flags: list[str]) -> None:
     assert notes[2000].endswith("; --lr_decay=2000 decays to the end")
 
 
+def test_kept_warmup_may_exceed_a_shorter_run() -> None:
+    """The decay was said to end at 700, and the launch was rejected."""
+    flags = ["--warmup=800"]
+    first = launch_of(flags, 1000)
+    assert launch_of(flags, 700, resume_of(first)).milestones == first.milestones
+
+
 def test_changed_schedule_flag_is_logged() -> None:
     resume = resume_of(launch_of(["--warmup=10"], 1000))
     now = launch_of(["--warmup=10", "--lr_decay=2000"], 2000, resume)
@@ -352,6 +359,9 @@ def test_decay_of_wsd_moves_until_begun() -> None:
     assert launch_of(flags, 2000, resume_of(first)).milestones == Milestones(False, 50, 1800, 2000)
     # The last 61 steps would have begun at 549, and it is step 600.
     assert launch_of(flags, 610, resume_of(first)).milestones == Milestones(False, 50, 600, 610)
+    # Nor does it begin within the warmup.
+    warming = replace(first, milestones=Milestones(False, 605, 900, 1000))
+    assert launch_of(flags, 610, resume_of(warming)).milestones == Milestones(False, 605, 605, 610)
     begun = replace(first, milestones=Milestones(False, 50, 590, 1000))
     assert launch_of(flags, 2000, resume_of(begun)).milestones == begun.milestones
     shorter = launch_of(flags, 700, resume_of(begun))
