@@ -406,6 +406,22 @@ def test_full_disk_fails_the_save_only(small_disk: Path, in_background: bool) ->
     assert complete_steps(small_disk) == [1] and not is_bad(small_disk / "step_1")
 
 
+def test_stop_without_its_checkpoint_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """status.json said that the run resumes, at a step that was not saved."""
+    manager, state = manager_of(tmp_path, *made(0), in_background=False)
+    state.step = 1
+    manager.save(state, wait=True)
+    monkeypatch.setattr("fms_fsdp.checkpoint.io.free_bytes", lambda path: 0)
+    state.step = 2
+    state.stop_reason = "stopped by SIGTERM"
+    manager.save(state, wait=True)
+    manager.close()
+    assert state.stop_reason.startswith("stopped by SIGTERM (not saved: rank 0: it needs ")
+    assert state.stop_reason.endswith("; the newest is of step 1)")
+
+
 def test_disk_that_fills_while_writing_fails_save(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
