@@ -35,7 +35,7 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Replaces the file in one step. `sync`: the new content also survives a power failure.
+    """Replaces the file in one step. `sync`: a power failure leaves the old or the new content, complete.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full; the old file stays.

@@ -137,7 +137,8 @@ def process_age_s() -> float:
     """
     age_s = -1.0
     with suppress(OSError, ValueError, IndexError, AttributeError):  # AttributeError: not Linux
-        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        content = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        fields = content.rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     return age_s if age_s >= 0 else time.monotonic() - _IMPORTED_AT

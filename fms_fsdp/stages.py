@@ -22,7 +22,7 @@ from fms_fsdp.config.parse import Parsed, describe_changes, describe_flags
 from fms_fsdp.config.values import counted
 from fms_fsdp.distributed import runtime
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.distributed.runtime import run_on_rank0
+from fms_fsdp.distributed.runtime import run_long_on_rank0, run_on_rank0
 from fms_fsdp.distributed.world import World
 from fms_fsdp.logs import close_log_files, log, log_for_files, log_note, log_to_file, set_up_log
 from fms_fsdp.metrics.profiling import StepProfiler
@@ -80,7 +80,7 @@ def plan_launch(
     run_dir = RunDir(cfg)
     at_end.callback(run_dir.close)
     if not parsed.dry_run:
-        run_on_rank0(run_dir.lock)
+        run_long_on_rank0(run_dir.lock)  # it may wait for a machine that died
     resume = find_resume_point(cfg, world, corpus, verify=not parsed.dry_run)
     found = replace(found, resume=resume)
 

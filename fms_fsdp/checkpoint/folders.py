@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import exists, is_folder, write_atomically
+from fms_fsdp.files import exists, is_folder, sync_folder, write_atomically
 from fms_fsdp.state import TrainMetadata, read_train_metadata
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ def read_files(folder: Path) -> dict[str, tuple[int, int]]:
     Raises:
         UserError: it is missing or corrupt, or names a file outside of the folder.
     """
-    if (folder / NEXT_FILES).exists():  # a kill ended `replace_metadata`
+    if exists(folder / NEXT_FILES):  # a kill ended `replace_metadata`
         with suppress(UserError):
             files = _read_listing(folder / NEXT_FILES)
             if STATE in files and not _file_problem(folder / STATE, *files[STATE]):
@@ -159,6 +159,7 @@ def replace_metadata(folder: Path, metadata: TrainMetadata) -> None:
     files = read_files(folder) | {STATE: (len(text), checksum.value)}
     # The new listing is on disk before the file that it describes, and its rename comes last.
     write_atomically(folder / NEXT_FILES, format_files(files), sync=True)
+    sync_folder(folder)
     write_atomically(folder / STATE, text, sync=True)
     os.replace(folder / NEXT_FILES, folder / FILES)
 
@@ -209,7 +210,8 @@ def open_file(path: Path) -> FileIO:
             raise UserError(f"{path.name} is not a regular file")
         return FileIO(path)
     except (FileNotFoundError, NotADirectoryError):
-        if not exists(path.parent):
+        # A link to a folder that is missing, such as on a disk that is not mounted, was not deleted.
+        if not exists(path.parent) and not path.parent.is_symlink():
             raise CheckpointDeleted(path.parent) from None
         raise UserError(f"{path.name} is missing") from None
 
@@ -393,9 +395,14 @@ def find_checkpoint(
     Raises:
         UserError: there are checkpoints, but all are skipped. OSError: one cannot be read.
     """
-    is_step_folder = is_step_name(path.name)
+    is_step_folder = is_step_name(path.name) and is_folder(path)
     is_named = is_step_folder or step is not None
-    if is_step_folder and (step is not None or is_folder(path)):
+    if is_step_folder:
+        if step is not None and path.name != f"step_{step}":
+            raise UserError(
+                f"{path} is not the checkpoint of step {step}; name the folder that holds all "
+                "checkpoints, or no step"
+            )
         folders = [path]
     else:
         steps = reversed(checkpoint_steps(path))
@@ -476,7 +483,7 @@ def rename_aside(folder: Path, state: str) -> Path:
     """
     name = f"{folder.name}.{state}"
     k = 1
-    while exists(folder.with_name(f"{name}-{k}")):
+    while os.path.lexists(folder.with_name(f"{name}-{k}")):
         k += 1
     target = folder.with_name(f"{name}-{k}")
     return target if _rename_or_mark(folder, target, state) else folder

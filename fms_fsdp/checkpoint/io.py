@@ -18,7 +18,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -60,7 +60,7 @@ from fms_fsdp.checkpoint.index import build_index, read_index
 from fms_fsdp.checkpoint.metadata import unpickle_metadata
 from fms_fsdp.checkpoint.plans import CachingPlanner, FinishedPlan, LayoutChanged, SavePlans
 from fms_fsdp.config.values import counted, format_bytes, shown
-from fms_fsdp.distributed.runtime import gather_objects, min_over_ranks
+from fms_fsdp.distributed.runtime import gather_objects, min_over_ranks, run_long_on_every_rank
 from fms_fsdp.errors import FULL_DISK, StorageError, UserError, read_failed
 from fms_fsdp.files import exists, free_bytes, sync_folder, sync_to_disk
 from fms_fsdp.logs import log
@@ -177,6 +177,9 @@ def load_checkpoint(
             _load(tensors, reader)
         except (UserError, OSError, MemoryError, torch.OutOfMemoryError) as error:
             failure = error
+        if check is not None and not is_alone:
+            # One rank may have written all files, so that one reads them while the others wait.
+            run_long_on_every_rank(lambda: wait([check]))
     if check is not None:
         _on_every_rank(lambda: _check(folder, check.result()), folder, is_alone)
     _on_every_rank(lambda: _raise(failure), folder, is_alone)  # although all files are valid
@@ -350,7 +353,8 @@ class _Writer(FileSystemWriter):
         self._write(STATE, json.dumps(content, indent=1).encode())
         self._write(FILES, format_files(self.files).encode())
         sync_folder(folder)
-        if exists(final) and rename_aside(final, "damaged") == final:
+        # `exists` does not see a link to a folder that is missing, over which none can be renamed.
+        if os.path.lexists(final) and rename_aside(final, "damaged") == final:
             log.warning("deleted %s, which cannot be renamed", final)
             delete(final)
         os.rename(folder, final)

@@ -33,6 +33,16 @@ class SaveSchedule:
                 return due
         return None
 
+    def meets_multiple_of(self, interval: int) -> bool:
+        """Returns whether any due step is a multiple of `interval`."""
+        for start, stop, every in self.ranges:
+            last = start + every * interval  # from there on the remainders repeat
+            if stop is not None:
+                last = min(stop, last)
+            if any(step % interval == 0 for step in range(start + every, last + 1, every)):
+                return True
+        return False
+
     def count(self, first: int, last: int) -> int:
         """Returns the number of due steps from `first` to `last`."""
         total = 0

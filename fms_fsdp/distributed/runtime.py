@@ -177,7 +177,7 @@ def _port_error(error: dist.DistNetworkError) -> UserError | None:
 def collective_timeout(section: ParallelConfig) -> timedelta:
     """Returns the timeout of collectives: a minute after the watchdog, which records stacks first.
 
-    Only the group that writes checkpoints has no limit of its own.
+    The group that writes checkpoints has a longer one (run/checkpoints.py).
     """
     return timedelta(seconds=section.collective_timeout_s + 60)
 
@@ -235,6 +235,27 @@ def run_long_on_rank0(function: Callable[[], T]) -> T:
             has_ended[0] = result.done()
         dist.broadcast(has_ended, src=0)
     return run_on_rank0(result.result)
+
+
+def run_long_on_every_rank(function: Callable[[], T]) -> T:
+    """Returns `function()` of this rank after every rank has called it, also if one of them takes longer
+    than the timeout of collectives (collective).
+
+    A thread runs the function. Meanwhile the ranks count those that still work.
+
+    Raises:
+        Exception: of `function` on this rank; the other ranks return.
+    """
+    if not dist.is_initialized():
+        return function()
+    result: Future[T] = Future()
+    threading.Thread(target=_set_result, args=(result, function), daemon=True).start()
+    num_working = torch.ones(1, dtype=torch.int64)
+    while num_working:
+        wait([result], KEEP_ALIVE_S)
+        num_working[0] = not result.done()
+        dist.all_reduce(num_working)
+    return result.result()
 
 
 def on_every_rank(function: Callable[[], object]) -> None:

@@ -47,7 +47,9 @@ def agent_pid() -> int:
 
 def _parent(pid: int) -> int:
     # The name of the program is in parentheses, and may contain spaces and parentheses.
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    # The system cuts it after 15 bytes, maybe within a character.
+    content = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = content.rpartition(")")[2].split()
     return int(fields[1])
 
 

@@ -159,6 +159,8 @@ class CheckpointManager:
                     f"the last checkpoint (step {state.step}) could not be written: {error}; "
                     f"{error.remedy} and run again: the run resumes from step {self.newest}"
                 ) from error
+            if error is not None and state.stop_reason:
+                state.stop_reason += f" (not saved: {error}; the newest is of step {self.newest})"
 
     def add_evaluation(self, state: TrainState) -> None:
         """Records the evaluation of a step that was saved before it was evaluated."""

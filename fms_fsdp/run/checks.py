@@ -117,7 +117,7 @@ def _check_ranking(cfg: TrainConfig) -> None:
         flag = "--eval_interval"
         interval = cfg.eval.eval_interval
     schedule = parse_schedule(keep.checkpoint_schedule, keep.checkpoint_interval)
-    if not any(map(schedule.is_due, range(interval, 1000 * interval + 1, interval))):
+    if not schedule.meets_multiple_of(interval):
         multiple = interval * -(-keep.checkpoint_interval // interval) or interval
         fix = f"set --checkpoint_interval to a multiple of {interval}, e.g. {multiple}"
         if keep.checkpoint_schedule:

@@ -25,7 +25,7 @@ from fms_fsdp.data.stream import Consumption
 from fms_fsdp.distributed.dtensor import global_norm
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import RunFailed
-from fms_fsdp.files import finite_json
+from fms_fsdp.files import finite_json, is_file
 from fms_fsdp.logs import log, log_note, show_progress
 from fms_fsdp.metrics.hardware import (
     EnergyMeter,
@@ -284,7 +284,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.is_file():
+        if is_file(path):
             os.truncate(path, _end_of_lines(path))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open during the run
         self.problem = ""

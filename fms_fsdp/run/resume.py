@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from fms_fsdp.checkpoint.folders import (
 from fms_fsdp.config import TrainConfig, flag_table
 from fms_fsdp.config.flag import flag_values
 from fms_fsdp.data.corpus import Corpus
-from fms_fsdp.distributed.runtime import gather_objects, run_on_rank0
+from fms_fsdp.distributed.runtime import gather_objects, run_long_on_every_rank, run_on_rank0
 from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError, read_failed
 from fms_fsdp.files import exists
@@ -28,6 +30,9 @@ from fms_fsdp.state import RunConfig
 if TYPE_CHECKING:
     from fms_fsdp.tokenizers.tokenizer import UsedTokenizer
 
+# Network file systems may take some seconds to show a deletion on every node.
+_MAX_MISSES = 30  # tries, a second apart
+
 
 def find_resume_point(
     cfg: TrainConfig, world: World, corpus: Corpus | None = None, *, verify: bool = True
@@ -39,10 +44,11 @@ def find_resume_point(
 
     Raises:
         UserError: there is none although there must be one, or the other way round; or its
-            tokenizer differs from the data's.
+            tokenizer differs from the data's; or not every rank sees its folder.
         RunFailed: a file cannot be read.
     """
     corrupt: dict[Path, str] = {}
+    misses = dict[Path, int]()  # how often a rank did not find a checkpoint; the same on every rank
     while True:
         resume = run_on_rank0(lambda: _choose_for_data(cfg, corpus, corrupt))
         if resume.checkpoint is None or not verify:
@@ -50,8 +56,19 @@ def find_resume_point(
         folder = resume.checkpoint.folder
         try:
             wrong = _verify(folder, world)
-        except CheckpointDeleted as error:  # by the run that owns it
-            log.warning("%s", error)
+        except CheckpointDeleted:
+            # The run that owns it deleted it, and rank 0 chooses another one. A checkpoint that rank 0
+            # chooses again and again is on a disk that another node does not have.
+            misses[folder] = misses.get(folder, 0) + 1
+            if misses[folder] == 1:
+                log.warning("%s was deleted, or not every rank sees it: looking again", folder)
+                continue
+            if misses[folder] == _MAX_MISSES:
+                raise UserError(
+                    f"{folder} must be visible on all nodes, but not every rank sees it; set "
+                    "--output_dir and --ckpt_load_path to folders of a shared file system"
+                ) from None
+            time.sleep(1.0)
             continue
         if not wrong:
             return resume
@@ -68,7 +85,8 @@ def _verify(folder: Path, world: World) -> list[str]:
     failure: UserError | OSError | None = None
     is_deleted = False
     try:
-        wrong = corrupt_files(folder, world.rank, world.size)
+        # One rank may have written all files, so that one reads them while the others wait.
+        wrong = run_long_on_every_rank(partial(corrupt_files, folder, world.rank, world.size))
     except (UserError, OSError) as error:
         failure = error
         with suppress(OSError):  # the first error is the reason

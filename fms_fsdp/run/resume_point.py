@@ -135,9 +135,9 @@ def _resume_at_step(root: Path, step: int, corrupt: dict[Path, str] | None) -> R
         newest = find_checkpoint(root, corrupt=corrupt)
     except UserError:  # none is usable unless it is named
         newest = None
-    if newest is not None and newest.step > step:
-        if newest.metadata.run.config.checkpoint.resume_step == step:
-            return _resume(newest, own=True, note=f", saved since --resume_step={step}")
+    # Its step may be lower: --load_model_only counts from 0 after the weights of step `step`.
+    if newest is not None and newest.metadata.run.config.checkpoint.resume_step == step:
+        return _resume(newest, own=True, note=f", saved since --resume_step={step}")
     chosen = find_checkpoint(root, corrupt=corrupt, step=step)
     if chosen is None:
         steps = ", ".join(map(str, complete_steps(root)))

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from fms_fsdp.state import RunConfig
 
 
+# How long a file server keeps the locks of a machine that died: NFSv4 90 s, Lustre about 100 s
+_LEASE_S = 120.0
+
+
 class RunDir:
     """The folders of a run. Only rank 0 calls the methods.
 
@@ -57,7 +61,7 @@ class RunDir:
                 if exists(folder):
                     real = folder.resolve()
                     if real not in self._locks:
-                        self._locks[real] = lock_folder(real)
+                        self._locks[real] = lock_folder(real, lease_s=_LEASE_S)
             except OSError as error:
                 if is_storage_failure(error):  # another folder would be another run
                     raise
@@ -88,7 +92,8 @@ class RunDir:
     def rename_own(self, folders: Iterable[Path], state: str) -> None:
         """Renames the checkpoints of this run among `folders` to `<name>.<state>-<k>`."""
         for folder in folders:
-            is_own = folder.resolve().parent == self.checkpoints.resolve()
+            # A link to a checkpoint elsewhere is renamed itself: it must not be found again.
+            is_own = folder.parent.resolve() == self.checkpoints.resolve()
             if is_own and is_folder(folder):
                 _rename(folder, state, "checkpoint")
 
@@ -134,26 +139,31 @@ def check_shared(folder: Path, world: World, timeout_s: float = 30.0) -> None:
     file = folder / run_on_rank0(lambda: f".shared-{os.getpid()}-{time.time_ns()}")
     run_on_rank0(file.touch)
     deadline = time.monotonic() + timeout_s
-    is_visible = file.exists()
+    # An error of one rank alone, such as a folder that it may not search, means the same.
+    is_visible = os.path.exists(file)
     while not is_visible and time.monotonic() < deadline:
         time.sleep(0.2)
-        is_visible = file.exists()
+        is_visible = os.path.exists(file)
     missing = gather_objects(is_visible).count(False)
+    run_on_rank0(file.unlink)
     if missing:
         raise UserError(
             f"{folder} must be shared by all nodes, but {missing} of {world.size} ranks do "
             "not see it; set --output_dir to a folder of a shared file system"
         )
-    run_on_rank0(file.unlink)
 
 
 def lock_folder(
-    folder: Path, patience_s: float = 10.0, remedy: str = "stop it, or choose another --run_name"
+    folder: Path,
+    patience_s: float = 10.0,
+    remedy: str = "stop it, or choose another --run_name",
+    lease_s: float = 0.0,
 ) -> TextIO:
     """Locks `folder/.lock` until the returned file is closed or the process ends.
 
-    Waits `patience_s` for a process that is about to end. A file system without locks protects
-    nothing; a line on stderr says so.
+    Waits `patience_s` for a process that is about to end, and `lease_s` for one of another machine,
+    which may have died: the launch that replaces it must not end for its lock. A file system
+    without locks protects nothing; a line on stderr says so.
 
     Raises:
         UserError: another process holds the lock. OSError: the file cannot be written or locked.
@@ -163,6 +173,13 @@ def lock_folder(
     while not _try_lock(file, folder):
         if time.monotonic() > deadline:
             owner = _lock_owner(file)
+            is_known = owner.startswith("process ")
+            is_near = owner.endswith(f" on {socket.gethostname()}")
+            if lease_s and is_known and not is_near:
+                print(f"{folder} is in use by {owner}: waiting {lease_s:g} s", file=sys.stderr)
+                deadline = time.monotonic() + lease_s
+                lease_s = 0.0
+                continue
             file.close()
             raise UserError(f"{folder} is in use by {owner}; {remedy}")
         time.sleep(0.2)

@@ -316,6 +316,31 @@ def test_only_complete_folders_count(tmp_path: Path) -> None:
     assert list(clean_up(tmp_path)) == [partial] and leftovers(tmp_path) == []
 
 
+def test_step_folder_of_another_step_is_an_error(tmp_path: Path) -> None:
+    """--ckpt_load_path=…/step_4 --resume_step=2 resumed from step 4."""
+    saved(tmp_path, 2, 4)
+    same, none = (find_checkpoint(tmp_path / f"step_{step}", step=4) for step in (4, 6))
+    assert same is not None and same.step == 4 and none is None
+    with pytest.raises(UserError, match="step_4 is not the checkpoint of step 2; name the folder"):
+        find_checkpoint(tmp_path / "step_4", step=2)
+
+
+def test_link_to_missing_folder_is_skipped_aloud(tmp_path: Path) -> None:
+    """As to a disk that is not mounted: it counted as deleted, and an older step was resumed silently."""
+    saved(tmp_path, 2)
+    link = tmp_path / "step_4"
+    link.symlink_to(tmp_path / "archive" / "step_4")
+    found = find_checkpoint(tmp_path)
+    assert found is not None and found.step == 2
+    assert found.skipped == {link: "files.json is missing"}
+    shutil.rmtree(tmp_path / "step_2")
+    with pytest.raises(UserError, match=r"no usable checkpoint \(step_4: files.json is missing\)"):
+        find_checkpoint(tmp_path)
+    saved(tmp_path, 4)  # no checkpoint of this step could be written
+    assert complete_steps(tmp_path) == [4]
+    assert leftovers(tmp_path) == [(tmp_path / "step_4.damaged-1", "damaged")]
+
+
 def test_checkpoint_with_due_export_is_kept(tmp_path: Path) -> None:
     model, optimizer = made(0)
     due = {1}
@@ -379,6 +404,22 @@ def test_full_disk_fails_the_save_only(small_disk: Path, in_background: bool) ->
     manager.close()
     assert len(told) == 1 and re.search("needs .* of disk space, and .* is free", told[0])
     assert complete_steps(small_disk) == [1] and not is_bad(small_disk / "step_1")
+
+
+def test_stop_without_its_checkpoint_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """status.json said that the run resumes, at a step that was not saved."""
+    manager, state = manager_of(tmp_path, *made(0), in_background=False)
+    state.step = 1
+    manager.save(state, wait=True)
+    monkeypatch.setattr("fms_fsdp.checkpoint.io.free_bytes", lambda path: 0)
+    state.step = 2
+    state.stop_reason = "stopped by SIGTERM"
+    manager.save(state, wait=True)
+    manager.close()
+    assert state.stop_reason.startswith("stopped by SIGTERM (not saved: rank 0: it needs ")
+    assert state.stop_reason.endswith("; the newest is of step 1)")
 
 
 def test_disk_that_fills_while_writing_fails_save(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, CorruptCheckpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
+from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import UserError
 from fms_fsdp.run import resume
 from tests.checkpoint.signing import flip_a_bit
 from tests.checkpoint.test_checkpointer import made, saved
+from tests.cli import TINY
 
 
 @pytest.fixture
@@ -80,6 +84,56 @@ def test_ranks_agree_that_a_checkpoint_is_deleted(
     monkeypatch.setattr(resume, "gather_objects", lambda own: [own, of_rank_1])
     with pytest.raises(CheckpointDeleted):
         resume._verify(folder, World(0, 0, 2, 2))
+
+
+def test_checkpoint_on_a_local_disk_is_an_error(
+    eight_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 saw it, another node did not: the launch looked again for ever."""
+    looked = list[Path]()
+
+    def misses(folder: Path, world: World) -> list[str]:
+        looked.append(folder)
+        assert len(looked) < 100
+        raise CheckpointDeleted(folder)
+
+    monkeypatch.setattr(resume, "_verify", misses)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    cfg = parse_flags(TrainConfig, [*TINY, f"--output_dir={eight_steps}"])
+    with pytest.raises(UserError, match="step_8 must be visible on all nodes, but not every rank"):
+        resume.find_resume_point(cfg, World(0, 0, 2, 1))
+
+
+def test_deleted_checkpoint_is_replaced_by_next(
+    eight_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = resume._verify
+
+    def misses_first(folder: Path, world: World) -> list[str]:
+        if folder.name == "step_8":
+            monkeypatch.setattr(folders, "checkpoint_steps", lambda root: [2, 4, 6])
+            raise CheckpointDeleted(folder)
+        return verify(folder, world)
+
+    monkeypatch.setattr(resume, "_verify", misses_first)
+    cfg = parse_flags(TrainConfig, [*TINY, f"--output_dir={eight_steps}"])
+    assert resume.find_resume_point(cfg, World(0, 0, 1, 1)).start.step == 6
+
+
+def test_files_are_verified_beyond_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that reads the file of a single writer let the others wait in a collective."""
+    saved(tmp_path, 1)
+    worked = list[str]()
+
+    def noted(function: Callable[[], Any]) -> Any:
+        worked.append("in a thread")
+        return function()
+
+    monkeypatch.setattr(resume, "run_long_on_every_rank", noted)
+    assert resume._verify(tmp_path / "step_1", World(0, 0, 1, 1)) == []
+    assert worked == ["in a thread"]
 
 
 def test_errors_can_be_pickled_between_ranks() -> None:

@@ -67,12 +67,15 @@ def test_keep_best_without_evaluated_saves_is_rejected(text: str) -> None:
     for interval in range(1, 40):
         meets = any(schedule.is_due(step) for step in range(interval, 20_000, interval))
         check_keep_best(0, text, 0, interval)
+        assert schedule.meets_multiple_of(interval) == meets
         if not meets:
             with pytest.raises(UserError, match=rf"--keep_best=2 .*--eval_interval={interval}\)"):
                 check_keep_best(2, text, 0, interval)
     with pytest.raises(UserError, match="--keep_best=1 "):  # saves its last step only
         check_keep_best(1, "", 0, 10)
     check_keep_best(1, "", 15, 10)
+    check_keep_best(1, "", 20_000, 10)  # the first 1,000 evaluations alone were looked at
+    check_keep_best(1, "30000", 0, 20_000)
 
 
 STEPS = [100, 200, 300, 400, 500, 600]

@@ -53,8 +53,9 @@ def test_attempt_ignores_keys_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -
     assert before[2].get("address") == b"of the first attempt"
 
 
-def _work_beyond_the_timeout() -> tuple[list[Path], str]:
-    """Returns rank 0's result, found after the timeout of collectives, and its error."""
+def _work_beyond_the_timeout() -> tuple[list[Path], str, int]:
+    """Returns rank 0's result, found after the timeout of collectives, and its error; then the result
+    of this rank, of which rank 1 takes that long."""
     runtime.KEEP_ALIVE_S = 0.2
 
     def listing() -> list[Path]:
@@ -69,13 +70,20 @@ def _work_beyond_the_timeout() -> tuple[list[Path], str]:
     found = runtime.run_long_on_rank0(listing)
     with pytest.raises(UserError) as caught:
         runtime.run_long_on_rank0(failing)
-    return found, str(caught.value)
+
+    def own() -> int:
+        if dist.get_rank() == 1:
+            time.sleep(3)
+        return dist.get_rank()
+
+    return found, str(caught.value), runtime.run_long_on_every_rank(own)
 
 
 @pytest.mark.slow
-def test_long_work_of_rank0_meets_no_timeout() -> None:
+def test_long_work_of_a_rank_meets_no_timeout() -> None:
     expected = [Path("a")], "--data_path=x is not a folder; correct it"
-    assert run_ranks(_work_beyond_the_timeout, 3) == [expected] * 3
+    found = run_ranks(_work_beyond_the_timeout, 3)
+    assert found == [(*expected, rank) for rank in range(3)]
 
 
 def test_store_of_several_agents_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any, NoReturn
 
 import pytest
@@ -257,6 +258,20 @@ def test_only_missing_locks_are_ignored(
             lock_folder(tmp_path, 0.0)
     else:
         lock_folder(tmp_path, 0.0).close()
+
+
+def test_lock_of_another_machine_is_awaited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file server keeps the lock of a node that died: the launch on its replacement ended as bad input."""
+    own = lock_folder(tmp_path, 0.0)
+    with pytest.raises(UserError, match="is in use by process"):  # one of this machine still runs
+        lock_folder(tmp_path, 0.0, lease_s=60.0)
+    (tmp_path / ".lock").write_text("process 7 on a-node-that-died\n")
+    Timer(0.5, own.close).start()
+    lock_folder(tmp_path, 0.0, lease_s=60.0).close()
+    said = f"{tmp_path} is in use by process 7 on a-node-that-died: waiting 60 s\n"
+    assert capsys.readouterr().err == said
 
 
 def test_lock_names_its_owner(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fms_fsdp.checkpoint.folders import Checkpoint, complete_steps, leftovers
+from fms_fsdp.checkpoint.io import collect_tensors, write_checkpoint
 from fms_fsdp.config import BatchPlan, ModelConfig, TrainConfig
 from fms_fsdp.config.batch_plan import last_step
 from fms_fsdp.config.flag import flag_table
@@ -29,6 +30,7 @@ from fms_fsdp.run.setup import find_corpus
 from fms_fsdp.run.startup_log import end_of_decay
 from fms_fsdp.state import RunConfig, TrainMetadata
 from tests.checkpoint.signing import flip_a_bit
+from tests.checkpoint.test_checkpointer import made
 from tests.cli import (
     ROOT,
     TINY,
@@ -113,6 +115,21 @@ def test_resume_step_renames_later_checkpoints_once(copy: Path) -> None:
     assert complete_steps(copy / "checkpoints") == [2, 4, 6, 8]
     board = EventAccumulator(str(copy / "tensorboard")).Reload()
     assert [event.step for event in board.Scalars("loss/loss")] == list(range(1, 9))
+
+
+def test_repeated_resume_step_continues_weights_only_run(copy: Path, tmp_path: Path) -> None:
+    """Its own steps are below --resume_step, which is a step of the other run: the command was an error."""
+    flags = argv(tmp_path / "new", f"--ckpt_load_path={copy}", "--load_model_only=True")
+    flags.append("--resume_step=8")
+    cfg = parse_flags(TrainConfig, flags)
+    assert choose_checkpoint(cfg).weights_only
+    root = tmp_path / "new" / "checkpoints"
+    root.mkdir(parents=True)
+    model, optimizers = made(0)
+    metadata = TrainMetadata(2, **resolved(cfg).saved_with)
+    write_checkpoint(collect_tensors(model, optimizers), root, metadata)
+    again = choose_checkpoint(cfg)
+    assert again.is_resume and again.start.step == 2
 
 
 def test_changes_and_phases_of_resume_are_recorded(copy: Path) -> None:
