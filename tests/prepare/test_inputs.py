@@ -341,7 +341,7 @@ def test_globs_match_as_those_of_python(tmp_path: Path) -> None:
             "*/y/*",
             "**/y/**/*.txt",
         ),
-        *("?.txt", "[ab].*", "x/*/*.txt", "w[1]/*", "**/[!a].txt", "*/*/../a.txt"),
+        *("?.txt", "[ab].*", "x/*/*.txt", "w[1]/*", "**/[!a].txt"),
     ):
         found = glob.glob(f"{tmp_path}/{pattern}", recursive=True)
         expected = {
