@@ -116,6 +116,13 @@ COMMANDS = {
         "write a page of curves and tables from run directories",
     ),
 }
+# the order in which --help lists them
+GROUPS = {
+    "Data": ("prepare", "convert", "inspect step", "inspect verify"),
+    "Training": ("train", "estimate", "translate", "report"),
+    "Checkpoints": ("ckpt list", "ckpt verify", "ckpt inspect", "ckpt prune", "import", "export"),
+    "Models": ("evaluate", "generate"),
+}
 REMOVED = {  # command -> what to use in its place
     "score": "use evaluate --questions=FILE",
     "trace": "read summary.txt, which the profiler writes next to each trace",
@@ -136,7 +143,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     num_words = 2 if in_group else 1
     command = " ".join(argv[:num_words])
     if command in REMOVED:
-        print(f"fms_fsdp: command {command} was removed; {REMOVED[command]}", file=sys.stderr)
+        print(f"error: command {command} was removed; {REMOVED[command]}", file=sys.stderr)
         return 2
     if command not in COMMANDS:
         return _print_commands(argv, num_words, in_group or list(COMMANDS))
@@ -148,7 +155,7 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
         try:
             return launch.main(argv[1:])
         except KeyboardInterrupt:  # before the training has started
-            print("train: stopped; run the command again", file=sys.stderr)
+            print("stopped; run the command again", file=sys.stderr)
             return 130
     from fms_fsdp.config.parse import parse_flags
 
@@ -170,19 +177,17 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
             run(config, **more)
     except (UserError, OSError) as error:
         if is_storage_failure(error) and isinstance(error, OSError) and error.filename is not None:
-            print(
-                f"{command}: failed: {read_failed(error.filename, error.strerror)}", file=sys.stderr
-            )
+            print(f"failed: {read_failed(error.filename, error.strerror)}", file=sys.stderr)
             return 1
         if not is_for_user(error):
             raise
-        print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except RunFailed as error:  # such as a storage that does not answer
-        print(f"{command}: failed: {error}", file=sys.stderr)
+        print(f"failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{command}: stopped; run the command again", file=sys.stderr)
+        print("stopped; run the command again", file=sys.stderr)
         return 130
     return 0
 
@@ -212,12 +217,18 @@ def _print_commands(argv: Sequence[str], num_words: int, listed: Sequence[str]) 
     if not near:
         with printing():
             print(f"usage: {CALLED} COMMAND [--flag=value …]   (COMMAND --help lists its flags)")
-            for name in listed:
-                print(f"  {name:<15} {COMMANDS[name].purpose}")
+            if len(listed) == len(COMMANDS):
+                print("A first run: `bash scripts/train.sh`. The pages: docs/README.md.")
+            for group, names in GROUPS.items():
+                shown = [name for name in names if name in listed]
+                if shown:
+                    print(f"\n{group}")
+                for name in shown:
+                    print(f"  {name:<15} {COMMANDS[name].purpose}")
     if is_whole:
         hint = f"did you mean {last_words[near[0]]}?" if near else f"commands: {', '.join(listed)}"
         print(
-            f"fms_fsdp: command ({' '.join(argv[:num_words])}) does not exist; {hint}",
+            f"error: command ({' '.join(argv[:num_words])}) does not exist; {hint}",
             file=sys.stderr,
         )
     return 0 if wants_help else 2

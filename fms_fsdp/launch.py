@@ -98,7 +98,7 @@ def train(nodes: Nodes, flags: Sequence[str], run_dir: Path) -> int:
 
 def say(text: str) -> None:
     """Prints a line of the launcher."""
-    print(f"train: {text}", file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def read_nodes(variables: Mapping[str, str], num_gpus: int = 0) -> Nodes:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.__main__ import COMMANDS, find_flags
+from fms_fsdp.__main__ import COMMANDS, GROUPS, find_flags
 from fms_fsdp.__main__ import main as run_command
 from fms_fsdp.config import (
     TrainConfig,
@@ -207,7 +207,7 @@ def test_required_flags_are_marked_and_required(
     assert shown.count("(required)") == len(required)
     if required:
         assert run_command(command.split()) == 2
-        assert capsys.readouterr().err.startswith(f"{command}: error: ")
+        assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_configuration_page_is_up_to_date() -> None:
@@ -547,3 +547,17 @@ def test_launch_is_rejected_without_torch(flags: str, words: str) -> None:
     """It took 11 CPU seconds to say that --data_path is missing."""
     error = check_ends_without_torch("main_training.py", flags.split(), 2)
     assert error.startswith(f"error: {words}") and error.count("\n") == 1
+
+
+def test_help_lists_each_command_once_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--help"]) == 0
+    listed = [
+        line[2:17].rstrip() for line in capsys.readouterr().out.splitlines() if line[:2] == "  "
+    ]
+    assert sorted(listed) == sorted(COMMANDS) and listed == [
+        n for names in GROUPS.values() for n in names
+    ]
+    assert run_command(["ckpt", "--help"]) == 0
+    shown = capsys.readouterr().out
+    of_group = [name for name in COMMANDS if name.startswith("ckpt ")]
+    assert [name for name in COMMANDS if f"  {name} " in shown] == of_group

@@ -161,8 +161,8 @@ def test_exit_status_follows_the_outcome(returncode: str, outcome: str, status: 
     plan | status | words
     finished:0 | 0 |
     bad_input:2 | 2 |
-    no outcome:1 | 1 | train: failed: see
-    crash: | 1 | train: failed: see
+    no outcome:1 | 1 | failed: see
+    crash: | 1 | failed: see
 """)
 def test_output_goes_to_terminal_and_console(
     tmp_path: Path, plan: str, status: str, words: str
@@ -224,7 +224,7 @@ def test_torchrun_gets_stop_and_no_signal(
 ) -> None:
     output = stopped(tmp_path, "wait:0", number, signal.SIGTERM, **torchrun)
     assert "heard STOP\n" in output
-    words = "train: stopped early, the same command resumes the run: as told; see "
+    words = "stopped early, the same command resumes the run: as told; see "
     assert words in output
     assert "heard STOP\n" in (tmp_path / "run/console.txt").read_text()
 

@@ -51,7 +51,7 @@ def test_estimate_rejects_what_a_launch_rejects(flags: str, error: str, capsys: 
     (line,) = printed.err.splitlines()
     with pytest.raises(ValueError) as caught:
         planned(*flags.split(), devices=1)
-    assert line == f"estimate: error: {caught.value}" and error in line
+    assert line == f"error: {caught.value}" and error in line
 
 
 def test_estimate_chooses_fsdp_as_launches_do(capsys: Any) -> None:

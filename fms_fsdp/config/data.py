@@ -89,7 +89,7 @@ class DataConfig:
             )
         if self.weights and len(self.weights) != len(self.datasets):
             raise UserError(
-                f"--weights={joined(self.weights)} must be one number per dataset, but there are "
+                f"--weights={joined(self.weights)} must be one number per dataset, not "
                 f"{counted(len(self.weights), 'weight')} for "
                 f"{counted(len(self.datasets), 'dataset')} "
                 f"({joined(self.datasets) or 'none named'}); list both in the same order"

@@ -15,6 +15,7 @@ class ExportConfig:
     path: str = flag(
         "",
         "run, checkpoint folder (its newest checkpoint) or checkpoint",
+        positional=True,
         form="path",
         required=True,
     )

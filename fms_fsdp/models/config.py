@@ -28,6 +28,13 @@ class RopeScaling:
     original_max_len: int = 8192
     kind: str = "llama3"
 
+    def __str__(self) -> str:
+        """Returns the value of --rope_scaling."""
+        if self.kind == "linear":
+            return f"linear:{self.factor:g}"
+        low_and_high = f"{self.low_freq_factor:g}:{self.high_freq_factor:g}"
+        return f"{self.kind}:{self.factor:g}:{low_and_high}:{self.original_max_len}"
+
 
 @dataclass(frozen=True)
 class TransformerConfig:

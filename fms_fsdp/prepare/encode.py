@@ -367,7 +367,7 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
 
 def note(text: str) -> None:
     """Prints a progress line to stderr."""
-    print(f"prepare: {text}", file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def run_jobs(
@@ -398,8 +398,10 @@ def run_jobs(
             logged = now
             seconds = max(1e-3, now - start)
             left = timedelta(seconds=round(seconds * (total_mb - done_mb) / max(1e-6, done_mb)))
-            rate = f"{done_mb:,.1f} of {total_mb:,.1f} MB ({done_mb / seconds:,.1f} MB/s)"
-            note(f"{label}: {count} of {len(jobs)} slices, {rate}, {left} left")
+            rate = done_mb / seconds
+            speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+            done = f"{done_mb:,.1f} of {total_mb:,.1f} MB ({speed} MB/s)"
+            note(f"{label}: {count} of {len(jobs)} slices, {done}, {left} left")
         yield jobs[i], result
 
 

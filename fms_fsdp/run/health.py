@@ -102,13 +102,10 @@ class NonFiniteGuard:
 
     def _advice(self) -> str:
         step = newest_healthy_step(self.checkpoints)
-        start = "start again"
+        start = f"start again ({self.cfg.keep_name})"
         if step is not None:
-            start = f"resume from step {step} (--resume_step={step})"
-        return (
-            f"{start} with a lower --learning_rate, or skip the data with --skip_steps, "
-            f"with {self.cfg.keep_name}"
-        )
+            start = f"resume from step {step} (--resume_step={step} {self.cfg.keep_name})"
+        return f"{start} with a lower --learning_rate, or skip the data with --skip_steps"
 
 
 class Watchdog:

@@ -379,9 +379,12 @@ def _used_of(peak_gib: float, available_bytes: int) -> str:
 
 
 def _time_left(seconds: float) -> str:
-    """Returns a rough time in few characters: 40s, 4m, 5h12m or 12d3h."""
+    """Returns a rough time in few characters: 40s, 4m05s, 25m, 5h12m or 12d3h."""
     if seconds < 59.5:
         return f"{seconds:.0f}s"
+    if seconds < 599.5:  # otherwise a short run would seem to stand still
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes}m{rest:02}s"
     hours, minutes = divmod(round(seconds / 60), 60)
     days, hours_of_day = divmod(hours, 24)
     if days:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,8 +181,8 @@ def _check_shape(now: TransformerConfig, before: TransformerConfig, folder: Path
         if name == "max_seq_len":
             is_compared = now.pos_emb == "learned"  # positions that have weights
         if is_compared and getattr(now, name) != getattr(before, name):
-            value = asdict(now)[name]
-            saved = asdict(before)[name]
+            value = _shown(getattr(now, name))
+            saved = _shown(getattr(before, name))
             raise UserError(
                 f"--{name}={value} does not match the checkpoint {folder} ({saved}); "
                 f"set --{name}={saved}, or choose another --run_name"
@@ -256,4 +256,4 @@ def learning_rate_jump(run: RunConfig, resume: ResumePoint) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return str(value)
+    return "none" if value is None else str(value)

@@ -100,6 +100,7 @@ class EvaluateConfig:
     path: str = flag(
         "",
         "run, checkpoint folder (its newest checkpoint) or Hugging Face checkpoint",
+        positional=True,
         form="path",
     )
     step: int | None = flag(None, "step of the checkpoint", min=1)
@@ -157,6 +158,7 @@ class GenerateConfig:
     path: str = flag(
         "",
         "run, checkpoint folder (its newest checkpoint) or Hugging Face checkpoint",
+        positional=True,
         form="path",
         required=True,
     )

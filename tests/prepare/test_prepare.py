@@ -227,7 +227,7 @@ def test_bad_lines_are_limited_over_all_slices(
     argv += ["--shard_tokens=30", "--num_workers=1"]
     assert program([*argv, "--max_bad_lines=12"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("prepare: error: --max_bad_lines=12 is exceeded in source x:")
+    assert error.startswith("error: --max_bad_lines=12 is exceeded in source x:")
     assert f"{path}:" in error and not (output / "x").exists()
     # Slices of the first call count too: 13 of its lines and 3 of this call's are malformed.
     assert program([*argv, "--max_bad_lines=15"]) == 2

@@ -151,14 +151,13 @@ DIFFERING = """
 --rope_theta=5.0 --norm_eps=0.1 --vocab_size=600 --tie_embeddings=True --norm=layernorm
 --pos_emb=learned --activation=gelu --bias=True --head_dim=16 --rope_pct=0.5 --qk_norm=True
 --qkv_bias=True --parallel_residual=True --attn_window=4 --z_loss=0.0001 --vocab_multiple_of=100
---optimizer=sgd --seed=7
+--optimizer=sgd --seed=7 --rope_scaling=linear:2
 """
 REJECTED = {flag: f"{flag} does not match the " for flag in DIFFERING.split()} | {
     "--model_variant=194m": "--num_layers=10 does not match the checkpoint",
     "--hf_config=x": "--hf_config and --model_variant cannot be used together",
     "--relative_buckets=9": "--relative_buckets=9 has no effect without --pos_emb=relative",
     "--relative_max_distance=9": "--relative_max_distance=9 has no effect without --pos_emb",
-    "--rope_scaling=linear:2": "--rope_scaling=",
     "--attn_window_pattern=LG": "--attn_window_pattern=LG has no effect without --attn_window",
     "--model_builder=fms_fsdp.models.llama:Llama": "--model_builder=fms_fsdp.models.llama:Llama",
 }

@@ -296,7 +296,7 @@ def test_leading_zeros_are_not_octal(repo: Path) -> None:
         ("bad_input:1", 2, "bad_input: as told"),  # torchrun's own code
         ("resume_me:0", 75, "resume_me: as told"),  # as under torchrun
         ("failed:1", 1, "failed: as told"),
-        ("crash", 1, "train: failed: see runs/"),
+        ("crash", 1, "failed: see runs/"),
     ],
 )
 def test_exit_status(repo: Path, plan: str, status: int, words: str) -> None:

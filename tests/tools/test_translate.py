@@ -1259,7 +1259,7 @@ def test_bad_input_is_one_line(
     assert main(["translate", str(tmp_path / name), f"--output={tmp_path / 'o'}"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and message in captured.err
-    assert "translate: error: " in captured.err and not (tmp_path / "o").exists()
+    assert "error: " in captured.err and not (tmp_path / "o").exists()
 
 
 def test_unknown_key_fails_unless_allowed(
