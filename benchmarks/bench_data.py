@@ -5,19 +5,26 @@
 It makes (once) a corpus of --tokens in lognormal documents of 600 tokens, 3 sources, 64 files, in both layouts,
 and reads it at 4096 tokens per sequence, 2 sequences per batch, one rank, on one thread. Every measurement is a
 process of its own, timed after its imports, with the files in the page cache.
+
+The last part is the share of its time in which a loop with steps of 0.4 s waits for data, if the disk is slow: each
+read takes 50 ms, or each tenth a second. The loop waits as a run on a GPU does: for the batch of its step and for
+the next two. Rows: this corpus, documents of 64 MiB, and 4,096 sources; columns: batches that are prepared in all.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -25,10 +32,13 @@ import torch
 from result_file import about_machine, parser_of, write_result
 
 from fms_fsdp.config import DataConfig
+from fms_fsdp.data import storage
+from fms_fsdp.data import stream as stream_module
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.stream import TokenStream, build_stream
 
 SEQ_LENGTH, ROWS, VOCAB, SEP = 4096, 2, 50_000, 0
+WAITING_STEPS = 60
 SOURCES = {"web": (40, 0.7), "code": (16, 0.2), "books": (8, 0.1)}  # files, weight
 
 TARGETS = {
@@ -192,11 +202,63 @@ def measure_resume(root: str, steps: int) -> dict[str, float]:
     return {"resume_s": time.perf_counter() - start}
 
 
+def make_large_documents(root: Path) -> None:
+    """Writes a source of 8 documents of 64 MiB."""
+    if not root.exists():
+        tokens = np.random.default_rng(0).integers(1, VOCAB, size=8 << 24, dtype=np.uint32)
+        write_shard(root / "web" / "shard-0.arrow", np.full(8, 1 << 24), tokens, "documents")
+
+
+def make_many_sources(root: Path) -> None:
+    """Writes 4,096 sources of 16 documents of 1,024 tokens."""
+    tokens = np.random.default_rng(0).integers(1, VOCAB, size=16 << 10, dtype=np.uint32)
+    for number in range(0 if root.exists() else 4096):
+        path = root / f"s{number}" / "shard-0.arrow"
+        write_shard(path, np.full(16, 1 << 10), tokens, "documents")
+
+
+def measure_waits(root: str, steps: int) -> dict[str, float]:
+    """Returns the share of time in which the loop waits, by disk and number of batches prepared."""
+    calls = itertools.count(1)
+    read_range_of = storage.read_range_of
+
+    def read_all_slowly(*place: int) -> bytes:
+        time.sleep(0.05)
+        return read_range_of(*place)
+
+    def read_some_slowly(*place: int) -> bytes:
+        if next(calls) % 10 == 0:
+            time.sleep(1.0)
+        return read_range_of(*place)
+
+    result = {}
+    for name, read in (("each read 50 ms", read_all_slowly), ("a tenth 1 s", read_some_slowly)):
+        for num_prepared in (3, stream_module.STEPS_AHEAD):
+            section = DataConfig(data_path=root, seq_length=SEQ_LENGTH, sep_token=SEP)
+            with (
+                patch.object(storage, "read_range_of", read),
+                patch.object(stream_module, "STEPS_AHEAD", num_prepared),
+                closing(open_stream(section)) as stream,
+            ):
+                stream.next_batch()  # opens what it needs
+                waited = 0.0
+                start = time.perf_counter()
+                for _ in range(steps):
+                    before = time.perf_counter()
+                    stream.next_batch()
+                    stream.read_error_ahead(2)
+                    waited += time.perf_counter() - before
+                    time.sleep(0.4)
+                result[f"{name}, {num_prepared} batches"] = waited / (time.perf_counter() - start)
+    return result
+
+
 MEASUREMENTS = {
     "speed": measure_speed,
     "start": measure_start,
     "resume": measure_resume,
 }
+SLOW_DISK = {"waits": measure_waits}
 
 
 # --- the whole run ---
@@ -213,10 +275,11 @@ def in_a_process(measurement: str, root: Path, steps: int) -> dict[str, float]:
 def main() -> None:
     settings = dict(data=Path("/tmp/bench_data"), tokens=300e6, steps=2000)
     parser = parser_of(__doc__, **settings)
-    parser.add_argument("--measure", choices=MEASUREMENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices={**MEASUREMENTS, **SLOW_DISK}, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.measure:
-        print(json.dumps(MEASUREMENTS[flags.measure](str(flags.data), flags.steps)))
+        measure = (MEASUREMENTS | SLOW_DISK)[flags.measure]
+        print(json.dumps(measure(str(flags.data), flags.steps)))
         return
     result: dict[str, Any] = about_machine() | {"targets": TARGETS}
     num_tokens = int(flags.tokens)
@@ -227,6 +290,15 @@ def main() -> None:
         for measurement in MEASUREMENTS:
             result[layout] |= in_a_process(measurement, root, flags.steps)
         print(layout, json.dumps(result[layout], indent=1), flush=True)
+    large = flags.data / "large-documents"
+    many = flags.data / "many-sources"
+    make_large_documents(large)
+    make_many_sources(many)
+    corpora = {"this corpus": flags.data / f"documents-{num_tokens}"}
+    corpora |= {"documents of 64 MiB": large, "4,096 sources": many}
+    for name, root in corpora.items():
+        result[f"waits, {name}"] = in_a_process("waits", root, WAITING_STEPS)
+        print(name, json.dumps(result[f"waits, {name}"], indent=1), flush=True)
     write_result(result, flags.output)
 
 
