@@ -63,17 +63,19 @@ def _count_built(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
     with torch.device("meta"):
         model = build_model(config)
-    modules = {"embed": [model.embed], "block": [*model.blocks.values()], "head": [model.head]}
+    num_blocks = len(model.blocks)
     counts = {}
-    for name, members in modules.items():
+    for name, unit in (("embed", model.embed), ("block", model.blocks), ("head", model.head)):
         total = 0
         in_matrices = 0
-        for unit in members:
-            for parameter in [] if unit is None else unit.parameters():
-                total += parameter.numel()
-                if parameter.ndim == 2 and name != "embed":  # the lookup is no matmul
-                    in_matrices += parameter.numel()
-        counts[name] = (total // len(members), in_matrices // len(members))
+        for parameter in [] if unit is None else unit.parameters():
+            total += parameter.numel()
+            if parameter.ndim == 2 and name != "embed":  # the lookup is no matmul
+                in_matrices += parameter.numel()
+        if name == "block":
+            total //= num_blocks
+            in_matrices //= num_blocks
+        counts[name] = (total, in_matrices)
     return counts
 
 
