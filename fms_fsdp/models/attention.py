@@ -48,6 +48,11 @@ def attention(
         return _explicit_attention(q_BHSK, k_BGTK, v_BGTK)
     if backend == "flash" and mask is not None:
         backend = "auto"  # CUDA's flash kernel takes no mask
+    if backend == "efficient" and is_grouped:  # the kernel has no grouped queries
+        copies = q_BHSK.shape[1] // k_BGTK.shape[1]
+        k_BGTK = k_BGTK.repeat_interleave(copies, dim=1)
+        v_BGTK = v_BGTK.repeat_interleave(copies, dim=1)
+        is_grouped = False
     kernel = nullcontext() if backend == "auto" else sdpa_kernel(BACKENDS[backend])
     with kernel:
         return F.scaled_dot_product_attention(

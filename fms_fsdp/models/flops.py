@@ -53,21 +53,28 @@ def count_params(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def _count_built(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Counts the parameters of a user's model, which it builds without memory."""
+    """Counts the parameters of a user's model, which it builds without memory.
+
+    The blocks may differ: a block has their mean, rounded down.
+    """
     import torch
 
     from fms_fsdp.models.build import build_model
 
     with torch.device("meta"):
         model = build_model(config)
+    num_blocks = len(model.blocks)
     counts = {}
-    for name, unit in (("embed", model.embed), ("block", model.blocks["0"]), ("head", model.head)):
+    for name, unit in (("embed", model.embed), ("block", model.blocks), ("head", model.head)):
         total = 0
         in_matrices = 0
         for parameter in [] if unit is None else unit.parameters():
             total += parameter.numel()
             if parameter.ndim == 2 and name != "embed":  # the lookup is no matmul
                 in_matrices += parameter.numel()
+        if name == "block":
+            total //= num_blocks
+            in_matrices //= num_blocks
         counts[name] = (total, in_matrices)
     return counts
 

@@ -84,10 +84,6 @@ def attention_with_learned_bias(
     """Calls `attention` with a kernel that computes the gradient of the mask."""
     if backend == "auto" and mask.requires_grad:
         backend = "efficient" if q_BHSK.is_cuda else "math"
-    if backend == "efficient":  # it has no grouped queries
-        copies = q_BHSK.shape[1] // k_BGTK.shape[1]
-        k_BGTK = k_BGTK.repeat_interleave(copies, dim=1)
-        v_BGTK = v_BGTK.repeat_interleave(copies, dim=1)
     return attention(q_BHSK, k_BGTK, v_BGTK, mask, backend=backend, dropout=dropout)
 
 

@@ -34,8 +34,8 @@ def clean_name(name: str) -> str:
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
     """Fills every parameter in place: norm weights 1, biases 0, matrices normal with `init_std`; the
-    matrices that write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`, if
-    `residual_scaled_init`.
+    matrices that write to the residual stream (o_proj, down_proj) with `init_std / sqrt(2 num_layers)`,
+    if `residual_scaled_init`. A user's tensors of more dims count as matrices.
 
     Works on plain and sharded (DTensor) parameters; not collective. Source: Radford et al. 2019
     (GPT-2), section 2.3, for the depth scaling.
@@ -46,7 +46,7 @@ def init_weights(model: Llama, seed: int) -> None:
         name = clean_name(full_name)
         if name.endswith("bias"):
             parameter.zero_()
-        elif parameter.ndim == 1:
+        elif parameter.ndim < 2:
             parameter.fill_(1.0)
         else:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -55,32 +55,26 @@ def init_weights(model: Llama, seed: int) -> None:
 
 
 def _fill_normal(parameter: torch.Tensor, std: float, key: str) -> None:
-    """Fills the rows (and columns) of this rank with normal values, drawn block by block on all threads
-    of torch."""
+    """Fills the rows of this rank, and its slices of further dims, with normal values, drawn block by
+    block on all threads of torch."""
     local = local_shard(parameter).detach()  # no_grad does not reach the pool's threads
-    rows, columns = shard_slices(parameter)
-    num_columns = parameter.shape[1]
-    first_sequence = rows.start
+    rows, *others = shard_slices(parameter)
+    num_rows, *other_sizes = parameter.shape
+    first_row = rows.start
 
     def fill(block: int) -> None:
         digest = hashlib.blake2b(f"{key}:{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         start = block * _BLOCK_ROWS
-        values = torch.empty(
-            min(_BLOCK_ROWS, parameter.shape[0] - start), num_columns, device="cpu"
-        )
+        size = min(_BLOCK_ROWS, num_rows - start)
+        values = torch.empty(size, *other_sizes, device="cpu")
         values.normal_(0.0, std, generator=generator)
-        low, high = (
-            max(first_sequence, start),
-            min(first_sequence + len(local), start + len(values)),
-        )
-        local[low - first_sequence : high - first_sequence].copy_(
-            values[low - start : high - start, columns]
-        )
+        low = max(first_row, start)
+        high = min(first_row + len(local), start + len(values))
+        drawn = values[low - start : high - start]
+        local[low - first_row : high - first_row].copy_(drawn[:, *others])
 
     if local.numel():
-        blocks = range(
-            first_sequence // _BLOCK_ROWS, -(-(first_sequence + len(local)) // _BLOCK_ROWS)
-        )
+        blocks = range(first_row // _BLOCK_ROWS, -(-(first_row + len(local)) // _BLOCK_ROWS))
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, blocks))

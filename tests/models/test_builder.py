@@ -19,6 +19,7 @@ from fms_fsdp.hf.families import find_family
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
+from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import FeedForward, Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.parallel.parallelize import parallelize
@@ -40,6 +41,29 @@ def test_parameters_of_custom_model_are_counted() -> None:
     assert num_params(config) == num_params(VARIANTS["tiny"]) + 2 * 20
     with pytest.raises(ValueError, match="--model_builder=tests.models.test_builder:Wide"):
         find_family(config)
+
+
+class WithExperts(Llama):
+    """The last block has tensors of three dims, as experts have, and one of none."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        block = self.blocks[str(config.num_layers - 1)]
+        block.experts = torch.nn.Parameter(torch.empty(600, 4, 8))
+        block.gain = torch.nn.Parameter(torch.empty(()))
+
+
+def test_tensors_of_any_dims_are_initialized_and_counted() -> None:
+    config = replace(VARIANTS["tiny"], model_builder=f"{__name__}:WithExperts")
+    model = build_model(config)
+    init_weights(model, 1)
+    block = model.blocks[str(config.num_layers - 1)]
+    assert block.gain.item() == 1
+    assert block.experts.std().item() == pytest.approx(config.init_std, rel=0.02)
+    assert len(block.experts.unique()) > 0.99 * block.experts.numel()
+    # The count of a block is the mean of all, rounded down.
+    assert num_params(config) == num_params(VARIANTS["tiny"]) + 600 * 4 * 8
+    assert num_params(config) + 1 == sum(weight.numel() for weight in model.parameters())
 
 
 class Gain(torch.nn.Module):

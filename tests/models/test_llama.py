@@ -119,6 +119,32 @@ def test_flash_kernel_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(chosen) == {SDPBackend.FLASH_ATTENTION}
 
 
+@pytest.mark.parametrize("pos_emb", ["rope", "alibi", "relative"])
+def test_efficient_kernel_gets_no_grouped_queries(
+    pos_emb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's has none: torch found no kernel for --attn_impl=efficient with fewer key/value heads."""
+    chosen = []
+
+    def choose(backend: SDPBackend) -> Any:
+        chosen.append(backend)
+        return sdpa_kernel(SDPBackend.MATH)  # a CPU has no such kernel
+
+    def checked(*qkv: torch.Tensor, enable_gqa: bool, **how: Any) -> torch.Tensor:
+        assert not enable_gqa and len({x.shape[1] for x in qkv}) == 1
+        return plain(*qkv, **how)
+
+    config = replace(BASE, num_kv_heads=2, pos_emb=pos_emb)
+    tokens, _ = labelled(config)
+    expected = build(config)(tokens)
+    plain = F.scaled_dot_product_attention
+    monkeypatch.setattr(attention_module, "sdpa_kernel", choose)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", checked)
+    found = build(replace(config, attn_impl="efficient"))(tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert set(chosen) == {SDPBackend.EFFICIENT_ATTENTION}
+
+
 def test_stages_equal_the_whole_model() -> None:
     """Layers have global names, so the stages take over its weights by name."""
     whole = build(BASE)
