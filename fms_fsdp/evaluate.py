@@ -178,7 +178,9 @@ class Evaluator:
         self._timer = timer
         sources = () if launch.found.corpus is None else launch.found.corpus.sources
         num_tokens = sum(source.num_tokens for source in sources)
-        self._every_tokens = round(run.config.eval.eval_epochs * num_tokens)  # 0: without the flag
+        self._every_tokens = 0  # without --eval_epochs
+        if run.config.eval.eval_epochs:  # of which a small one is at least a token
+            self._every_tokens = max(1, round(run.config.eval.eval_epochs * num_tokens))
         self._evaluate = partial(
             evaluate,
             state.model,

@@ -10,9 +10,11 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +32,7 @@ from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.distributed.mesh import Mesh, ParallelDims
 from fms_fsdp.errors import UserError
 from fms_fsdp.evaluate import evaluate
-from fms_fsdp.generate import NO_RULES, TextModel
+from fms_fsdp.generate import NO_RULES, TextModel, _allocate
 from fms_fsdp.hf.trained import Trained
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
@@ -38,8 +40,10 @@ from fms_fsdp.models.init import init_weights
 from fms_fsdp.prepare.command import prepare
 from fms_fsdp.prepare.prepare_flags import PrepareConfig
 from fms_fsdp.run.startup_log import changed_validation
-from fms_fsdp.tokenizers.tokenizer import ByteTokenizer
+from fms_fsdp.tokenizers.tokenizer import ByteTokenizer, TextRules
+from fms_fsdp.tools import evaluate_command
 from fms_fsdp.tools.evaluate_command import (
+    _eval_settings,
     _shape_of_evaluation,
     _Subject,
     choice_scores,
@@ -48,6 +52,7 @@ from fms_fsdp.tools.evaluate_command import (
 from fms_fsdp.tools.tool_flags import EvaluateConfig
 from tests.cases import cases
 from tests.cli import TINY, last_of_each, metrics, run, status, trained
+from tests.hf_folders import write_folder
 from tests.run.test_launch import wait_for
 from tests.specs import resolved
 from tests.warm import COMMANDS, launch, running
@@ -396,7 +401,7 @@ def test_sources_are_those_of_the_flags(corpus: Path, tmp_path: Path) -> None:
             {"test_data_path": "{corpus}"},
             r"--test_data_path, source \(code\) must not be trained on",
         ),
-        ({"data": "{empty}"}, r"--eval_interval \(1\) needs held-out data, and data_path has no"),
+        ({"data": "{empty}"}, "^evaluation requires held-out data, but --data_path has no"),
         (
             {"data": "{empty}", "eval_interval": 0, "eval_test": True},
             r"--eval_test=.*/test is not a folder",
@@ -494,6 +499,95 @@ def test_questions_need_finite_logits() -> None:
     torch.nn.init.constant_(model.head.weight, torch.nan)
     with pytest.raises(UserError, match="the logits are not finite"):
         choice_scores(loaded, "one", [" two", " three"])
+
+
+@pytest.mark.parametrize("before", [(), (256,)])
+def test_choice_scores_equal_a_plain_sum(before: tuple[int, ...]) -> None:
+    """A text without a BOS token follows the end of another; a space before a choice is the choice's."""
+    model = build_model(TransformerConfig(1, 16, 32, 2, 2, 300, max_seq_len=64, init_std=0.3))
+    init_weights(model, 1)
+    loaded = TextModel(model.double(), ByteTokenizer(), TextRules(before))
+    expected = []
+    for choice in (" two", " three"):
+        ids = [*(before or (257,)), *b"one", *choice.encode()]
+        score = 0.0
+        for position in range(len(ids) - len(choice), len(ids)):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids[:position]]))[0, -1]
+            score += float(logits.log_softmax(-1)[ids[position]])
+        expected.append(score)
+    assert choice_scores(loaded, "one", [" two", " three"]) == pytest.approx(expected, rel=1e-4)
+    assert choice_scores(loaded, "one ", ["two", "three"]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_questions_count_right_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the sum of a choice, and by the sum per character without the space before it."""
+    scores = iter([[-4.0, -6.0], [-4.0, -6.0], [-6.0, -4.0]])
+    monkeypatch.setattr(evaluate_command, "load_with_tokenizer", lambda *_: None)
+    monkeypatch.setattr(evaluate_command, "choice_scores", lambda *_: next(scores))
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"prompt": "a", "choices": [" bc", " bcdef"], "answer": 0}\n' * 3)
+    values, text = score_questions(EvaluateConfig(path="run", questions=str(path)))
+    # -4 / 2 against -6 / 5: the longer one; -6 / 2 against -4 / 5: the longer one too
+    assert values == {"acc": 2 / 3, "acc_norm": 0.0, "questions": 3}
+    assert text == "acc 0.6667, acc_norm 0, questions 3"
+
+
+def test_questions_are_read_on_the_device_of_the_model() -> None:
+    """On a GPU they stayed on the CPU, where the rotary table is until the first pass."""
+    loaded = TextModel(
+        _allocate(TransformerConfig(1, 16, 32, 2, 2, 300), "meta"), ByteTokenizer(), NO_RULES
+    )
+    devices = []
+
+    def answer(module: torch.nn.Module, args: tuple[torch.Tensor]) -> None:
+        devices.append(args[0].device.type)
+        raise InterruptedError
+
+    loaded.model.register_forward_pre_hook(answer)
+    with pytest.raises(InterruptedError):
+        choice_scores(loaded, "one", [" two"])
+    assert devices == ["meta"]
+
+
+def test_question_with_unknown_token_is_one_line() -> None:
+    """It was an IndexError of torch."""
+    model = build_model(TransformerConfig(1, 16, 32, 2, 2, 258, max_seq_len=64))
+    loaded = TextModel(model, ByteTokenizer(), NO_RULES)
+    assert len(choice_scores(loaded, "one", [" two"])) == 1
+    small = build_model(TransformerConfig(1, 16, 32, 2, 2, 257, max_seq_len=64))
+    with pytest.raises(UserError, match="token 257 is not in the model's vocabulary of 257"):
+        choice_scores(loaded._replace(model=small), "one", [" two"])
+
+
+def test_tasks_require_a_tokenizer(
+    eight_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval ended in a traceback of transformers."""
+    tasks = SimpleNamespace(match_tasks=lambda names: names)
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=None))
+    monkeypatch.setitem(
+        sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=lambda **_: tasks)
+    )
+    monkeypatch.setitem(sys.modules, "lm_eval.utils", SimpleNamespace(make_table=None))
+    monkeypatch.setattr(evaluate_command, "is_installed", lambda _: True)
+    write_folder(tmp_path)
+    for path in (eight_steps, tmp_path):
+        config = EvaluateConfig(path=str(path), tasks=("a",))
+        with pytest.raises(UserError, match=r"--path=.* has no tokenizer; put the tokenizer of"):
+            evaluate_command.main(config)
+
+
+def test_data_path_replaces_synthetic_tokens(corpus: Path) -> None:
+    """A run on synthetic tokens was evaluated on these, whatever --data_path said."""
+    trained_on = TrainConfig(data=DataConfig(use_dummy_dataset=True, seq_length=SEQ))
+    cfg = _eval_settings(EvaluateConfig(), trained_on)
+    (listing,) = scan_held_out(cfg.eval, cfg.data, None, vocab_size=512)
+    assert listing.corpus is None
+    cfg = _eval_settings(EvaluateConfig(data_path=str(corpus)), trained_on)
+    (listing,) = scan_held_out(cfg.eval, cfg.data, None, vocab_size=512)
+    assert listing.corpus is not None
+    assert [source.name for source in listing.corpus.sources] == ["code", "docs"]
 
 
 def test_learned_positions_are_not_made_up(tmp_path: Path) -> None:

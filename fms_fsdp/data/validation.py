@@ -177,8 +177,8 @@ def _eval_root(section: EvalConfig, data: DataConfig, trained: Corpus | None) ->
         return validation
     if not section.eval_datasets:
         raise UserError(
-            f"--eval_interval ({section.eval_interval}) needs held-out data, and data_path has no folder "
-            "validation; prepare with --split=98,2, name sources in --eval_datasets, or set --eval_data_path"
+            "evaluation requires held-out data, but --data_path has no folder validation; prepare with "
+            "--split=98,2, name sources in --eval_datasets, or set --eval_data_path"
         )
     return _Root(data.data_path, None if trained is None else trained.storage)
 

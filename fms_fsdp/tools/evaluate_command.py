@@ -22,7 +22,7 @@ import torch
 
 from fms_fsdp.checkpoint.folders import Checkpoint, read_checkpoint
 from fms_fsdp.checkpoint.io import load_checkpoint
-from fms_fsdp.checkpoint.run_results import require_checkpoint
+from fms_fsdp.checkpoint.run_results import recorded_tokenizer, require_checkpoint
 from fms_fsdp.config import DataConfig, EvalConfig, ParallelConfig, Precision, TrainConfig
 from fms_fsdp.config.values import joined
 from fms_fsdp.console import table
@@ -40,9 +40,10 @@ from fms_fsdp.distributed.world import World
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.files import finite_json
-from fms_fsdp.generate import TextModel, check_logits, encode_texts, read_lines
+from fms_fsdp.generate import TextModel, check_logits, check_tokens, encode_texts, read_lines
 from fms_fsdp.hf.export import main as export
 from fms_fsdp.hf.hf_flags import ExportConfig
+from fms_fsdp.hf.hf_tokenizer import find_hf_tokenizer
 from fms_fsdp.hf.trained import Trained, open_trained, trained
 from fms_fsdp.hf.weights import load_weights
 from fms_fsdp.logs import set_up_log
@@ -50,7 +51,7 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.packages import is_installed
 from fms_fsdp.parallel.parallelize import parallelize
-from fms_fsdp.tools.generate_command import load_with_tokenizer
+from fms_fsdp.tools.generate_command import load_with_tokenizer, missing_tokenizer
 from fms_fsdp.tools.tool_flags import EvaluateConfig
 
 _HF_SEQ_LENGTH = 4096  # at most, for a Hugging Face checkpoint
@@ -259,6 +260,8 @@ def _eval_settings(config: EvaluateConfig, cfg: TrainConfig) -> TrainConfig:
     for name in ("data_path", "seq_length", "sep_token"):
         if getattr(config, name) not in (None, ""):
             data[name] = getattr(config, name)
+    if config.data_path:  # otherwise a run on synthetic tokens is evaluated on these
+        data["use_dummy_dataset"] = False
     return replace(cfg, eval=replace(cfg.eval, **given), data=replace(cfg.data, **data))
 
 
@@ -278,6 +281,8 @@ def run_tasks(config: EvaluateConfig, subject: _Subject, world: World) -> tuple[
     for task in config.tasks:
         if not manager.match_tasks([task]):
             raise UserError(f"--tasks={task} is not a task; see `lm_eval ls tasks`, or --task_path")
+    if not _has_tokenizer(subject):
+        raise missing_tokenizer(config.path)
     device = pick_device(world)
     with _exported(subject, "bf16" if device.type == "cuda" else "fp32") as folder:
         try:
@@ -299,6 +304,15 @@ def run_tasks(config: EvaluateConfig, subject: _Subject, world: World) -> tuple[
                 "without network, set HF_HOME to a cache that has them, and HF_HUB_OFFLINE=1"
             ) from error
     return {"tasks": results["results"]}, make_table(results)
+
+
+def _has_tokenizer(subject: _Subject) -> bool:
+    if subject.checkpoint is not None:
+        return recorded_tokenizer(subject.checkpoint) is not None
+    try:
+        return find_hf_tokenizer(subject.path) is not None
+    except UserError:  # lm-eval may read one that this program cannot
+        return True
 
 
 @contextmanager
@@ -355,22 +369,24 @@ def choice_scores(loaded: TextModel, prompt: str, choices: Sequence[str]) -> lis
     text parts from the prompt's tokens.
 
     Raises:
-        UserError: a question is too long, or a logit is not finite.
+        UserError: a question is too long or has a token that the model lacks, or a logit is not finite.
     """
     model, tokenizer, rules = loaded
     assert tokenizer is not None
     texts = [prompt.rstrip(), *(prompt + choice for choice in choices)]
     before = rules.before or (tokenizer.vocabulary.eos_id,)
     given, *rows = ([*before, *ids] for ids in encode_texts(tokenizer, texts))
+    check_tokens(rows, model.config.vocab_size)
     if max(map(len, rows)) > model.config.max_seq_len:
         raise UserError(
             f"a question has {max(map(len, rows))} tokens, the model's maximum length is "
             f"{model.config.max_seq_len}; shorten it"
         )
+    device = next(model.parameters()).device
     scores = []
     for row in rows:
         start = len(os.path.commonprefix([given, row]))
-        logits: Any = model(torch.tensor([row[:-1]], device=model.rope.device))
+        logits: Any = model(torch.tensor([row[:-1]], device=device))
         check_logits(logits)
         logp_SV = logits[0].float().log_softmax(-1)
         labels = torch.tensor(row[1:], device=logp_SV.device)

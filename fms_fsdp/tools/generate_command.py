@@ -47,10 +47,12 @@ def load_with_tokenizer(path: str, step: int | None) -> TextModel:
     """Loads a model that has a tokenizer, onto the GPU if there is one."""
     loaded = load(path, step, "cuda" if torch.cuda.is_available() else "cpu", "--path")
     if loaded.tokenizer is None:
-        raise UserError(
-            f"--path={path} has no tokenizer; put the tokenizer of its training data back"
-        )
+        raise missing_tokenizer(path)
     return loaded
+
+
+def missing_tokenizer(path: str) -> UserError:
+    return UserError(f"--path={path} has no tokenizer; put the tokenizer of its training data back")
 
 
 def _write(config: GenerateConfig, loaded: TextModel, prompts: Sequence[str]) -> None:

@@ -19,7 +19,15 @@ if TYPE_CHECKING:
     from fms_fsdp.run.machine import Machine
 
 _PATH = "run directory, folder of checkpoints, or one checkpoint"
-_HELD_OUT_FLAGS = ("data_path", "eval_data_path", "eval_datasets", "eval_steps", "eval_test")
+_HELD_OUT_FLAGS = (
+    "data_path",
+    "eval_data_path",
+    "eval_datasets",
+    "eval_steps",
+    "eval_test",
+    "sep_token",
+    "seq_length",
+)
 _TASK_FLAGS = ("task_path", "num_fewshot", "limit")
 _USUAL_TOKENS = 10**12  # of a run without a length
 
@@ -134,21 +142,23 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         only_one(self, "tasks", "questions")
+        useless: tuple[str, ...] = ()
+        if self.tasks:
+            useless = _HELD_OUT_FLAGS
+        elif self.questions:
+            useless = (*_HELD_OUT_FLAGS, "batch_size")
         instead = "--tasks" if self.tasks else "--questions"
-        if self.tasks or self.questions:
-            for name in _HELD_OUT_FLAGS:
-                value = getattr(self, name)
-                if value:
-                    given = f"--{name}={joined(value)}"
-                    raise UserError(f"{given} has no effect with {instead}; remove it")
+        for name in self._given(useless):
+            given = f"--{name}={joined(getattr(self, name))}"
+            raise UserError(f"{given} has no effect with {instead}; remove it")
         if not self.tasks:
-            for name in _TASK_FLAGS:
-                value = getattr(self, name)
-                if value:
-                    given = f"--{name}={joined(value)}"
-                    raise UserError(
-                        f"{given} has no effect without --tasks; remove it, or set --tasks"
-                    )
+            for name in self._given(_TASK_FLAGS):
+                given = f"--{name}={joined(getattr(self, name))}"
+                raise UserError(f"{given} has no effect without --tasks; remove it, or set --tasks")
+
+    def _given(self, names: tuple[str, ...]) -> list[str]:
+        """Returns those of the flags that are not at their default, such as --sep_token=0."""
+        return [name for name in names if getattr(self, name) != getattr(type(self), name)]
 
 
 @dataclass(frozen=True)
