@@ -62,6 +62,8 @@ _ALTERNATIVES = (
     ("warmup", "warmup_steps"),
     ("min_lr", "min_lr_ratio"),
     ("checkpoint_interval", "checkpoint_schedule"),
+    ("precision", "mixed_precision"),
+    ("recompute", "fsdp_activation_checkpointing"),
 )
 
 
