@@ -122,6 +122,9 @@ def test_flags_override_config_files_in_order(tmp_path: Path) -> None:
     hf_config="hf" | model_variant=tiny | hf_config
     warmup_steps=7 | warmup=0.1 | warmup_steps
     min_lr_ratio=0.5 | min_lr=0 | min_lr_ratio
+    checkpoint_schedule="5" | checkpoint_interval=7 | checkpoint_schedule
+    mixed_precision=true | precision=fp32 | mixed_precision
+    fsdp_activation_checkpointing=true | recompute=ops | fsdp_activation_checkpointing
     datasets=["a","b"];weights=[1,2] | datasets=a,c | weights
 """)
 def test_later_layer_removes_alternatives(

@@ -18,7 +18,10 @@ class Duration(NamedTuple):
 
 
 def parse_duration(flag: str, text: str) -> Duration:
-    """Parses `2000`, `0.05`, `216320samples` or `10Btokens`; a decimal below 1 is a fraction."""
+    """Parses `2000`, `0.05`, `216320samples` or `10Btokens`; a decimal below 1 is a fraction.
+
+    1.0 is an error, because it could be the entire run, or one step.
+    """
     digits = text.strip().lower()
     unit = ""
     for each in ("steps", "samples", "tokens"):
@@ -30,6 +33,11 @@ def parse_duration(flag: str, text: str) -> Duration:
         fraction = parse_number(digits)
         if fraction is not None and 0 < fraction < 1:
             return Duration(fraction, "fraction")
+        if fraction == 1:  # the entire run in other programs, one step as a number
+            raise UserError(
+                f"--{flag}={shown(text)} must be a fraction of the run below 1, or steps without a "
+                "decimal point; write 0.99 for most of the run, or 1 for one step"
+            )
     integer = parse_int(digits)
     if integer is None or not 0 <= integer <= 10**15:
         raise UserError(

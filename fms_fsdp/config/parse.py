@@ -61,6 +61,9 @@ _ALTERNATIVES = (
     ("model_variant", "hf_config", "init_from_hf"),
     ("warmup", "warmup_steps"),
     ("min_lr", "min_lr_ratio"),
+    ("checkpoint_interval", "checkpoint_schedule"),
+    ("precision", "mixed_precision"),
+    ("recompute", "fsdp_activation_checkpointing"),
 )
 
 

@@ -95,6 +95,8 @@ def advice_on_memory(
     if 3 * peak_gib >= available:
         return ""
     largest = int(_USABLE * available / peak_gib) * micro_batch
+    if run.config.training.global_batch_size:  # a larger micro-batch takes accumulation steps
+        largest = min(largest, run.batch.batch_size * run.batch.grad_accum_steps)
     if largest <= run.batch.batch_size:  # a ramp of micro-batches reaches it by itself
         return ""
     return (

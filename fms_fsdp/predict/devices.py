@@ -134,6 +134,8 @@ def known_device(gpu: str, memory_bytes: int) -> Device | None:
     Example: "NVIDIA H100 80GB HBM3" is h100_80gb, "NVIDIA H100 PCIe" is h100_pcie.
     """
     words = gpu.lower().replace("-", " ").split()
+    if "mig" in words:  # a slice of a GPU, as in "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+        return None
     words.append("".join(words[-2:]))  # rtx4090 of "RTX 4090", but not of "RTX 4090 Laptop GPU"
     found = []
     for device in _read(_SHIPPED).values():
@@ -145,11 +147,16 @@ def known_device(gpu: str, memory_bytes: int) -> Device | None:
 
 
 def peak_bf16_flops(gpu: str) -> float | None:
-    """Returns the dense FLOP/s of the GPU that the driver calls `gpu`; None if it is unknown."""
+    """Returns the dense FLOP/s of the GPU that the driver calls `gpu`; None if it is unknown.
+
+    The peak of a MIG slice is unknown: its name does not contain its part of the multiprocessors.
+    """
+    if " MIG " in gpu:
+        return None
     peaks: dict[str, float] = _read_toml(_SHIPPED)[_PEAKS]
     names = [name for name in peaks if name in gpu]
     if names:
-        longest = max(names, key=len)  # "A100 PCIe" contains "A100"
+        longest = max(names, key=len)  # if one name contains another
         return 1e12 * peaks[longest]
     device = known_device(gpu, 0)  # devices with one name differ in memory alone
     return None if device is None else device.peak("bf16")

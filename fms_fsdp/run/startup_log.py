@@ -278,6 +278,13 @@ def _predict(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
     if known is None:
         yield f"speed: unknown for {machine.device_name}"
         return
+    # Their time is not predicted: copies to the host and the optimizer there, and a second model.
+    if run.config.parallel.cpu_offload:
+        yield "speed: unknown with --cpu_offload"
+        return
+    if run.config.training.teacher_path:
+        yield "speed: unknown with --teacher_path"
+        return
     step = budget.step(run)
     with predicting():
         seconds = sum(step_time(step, known, machine.world.local_size).values())
@@ -345,21 +352,21 @@ def end_of_decay(run: RunConfig, saved: RunConfig, start: TrainMetadata) -> str:
     last = run.num_steps
     if points.in_tokens:
         last = last_tokens
+    length = run.num_steps
+    if schedule == "wsd":  # the length of its last phase
+        begin = points.decay_start
+        if points.in_tokens:
+            begin = start.step_at(begin, run.batch, run.seq_length)
+        length -= begin
 
     if run.num_steps > saved.num_steps and points.decay_end < last and schedule != "constant":
         return (
             f"the learning rate is constant from {unit} {points.decay_end}; "
-            f"--lr_decay={run.num_steps} decays to the end"
+            f"--lr_decay={length} decays to the end"
         )
 
     if run.num_steps < saved.num_steps and points.decay_end > last and schedule in DECAY_TO_END:
         rate = run.schedule(run.num_steps, last_tokens, run.config.optim.learning_rate)
-        length = run.num_steps
-        if schedule == "wsd":  # the length of its last phase
-            begin = points.decay_start
-            if points.in_tokens:
-                begin = start.step_at(begin, run.batch, run.seq_length)
-            length -= begin
         return (
             f"the run ends with a learning rate of {rate:.2e}, because its decay ends later, at "
             f"{unit} {points.decay_end}; --lr_decay={length} decays to the end"

@@ -21,6 +21,10 @@ from fms_fsdp.tools.tool_flags import (
 LIST_HEAD = ("checkpoint", "GiB", "tokens", "validation loss", "state")
 
 
+class Unreadable(Exception):
+    """A file of a checkpoint cannot be read, which says nothing about its content."""
+
+
 def list_checkpoints(config: CkptListConfig) -> None:
     rows = checkpoint_rows(config.path)
     if rows:
@@ -33,14 +37,16 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
     """Returns name, GiB, tokens, validation loss and state of every checkpoint at `path`."""
     rows: list[tuple[str, ...]] = []
     for folder in _step_folders(path):
+        metadata = TrainMetadata(0)
         try:
-            state = _problem(folder)
             gib = _gib(folder)
-            metadata = TrainMetadata(0)
+            state = _problem(folder)
             if not state:
                 metadata = folders.read_metadata(folder)
                 health = folders.describe_health(metadata)
                 state = f"complete, {health}" if health else "complete"
+        except Unreadable as error:
+            state = str(error)
         except (CheckpointDeleted, FileNotFoundError):  # by its run, after it was listed
             continue
         loss = metadata.validation_loss
@@ -54,6 +60,7 @@ def checkpoint_rows(path: str) -> list[tuple[str, ...]]:
 def verify_checkpoints(config: CkptVerifyConfig) -> None:
     """Raises UserError if a checkpoint is corrupt, or with --weights if its weights are useless."""
     bad = []
+    unreadable = []
     step_folders = _step_folders(config.path)
     if not step_folders:
         raise UserError(f"--path={config.path} has no checkpoint to verify; check the path")
@@ -67,6 +74,10 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
         except (CheckpointDeleted, FileNotFoundError):
             reason = ""
             shown = "deleted by its run in the meantime"
+        except Unreadable as error:
+            reason = ""
+            shown = str(error)
+            unreadable.append(folder.name)
         if reason:
             bad.append(folder.name)
         print(f"{folder.name:<16} {shown}", flush=True)
@@ -75,6 +86,11 @@ def verify_checkpoints(config: CkptVerifyConfig) -> None:
             f"{config.path} has {counted(len(bad), 'bad checkpoint')} ({', '.join(bad)}); restore "
             "or delete them"
         )
+    if unreadable:  # they may be valid
+        raise UserError(
+            f"{config.path} has {counted(len(unreadable), 'checkpoint')} that cannot be read "
+            f"({', '.join(unreadable)}); repair the storage, and verify again"
+        )
 
 
 def prune_checkpoints(config: CkptPruneConfig) -> None:
@@ -82,7 +98,9 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
     root = _root(config.path)
     with lock_folder(root) if config.yes else nullcontext():
         steps = folders.checkpoint_steps(root)
-        corrupt = {step for step in steps if config.leftovers and _problem(root / f"step_{step}")}
+        corrupt = set[int]()
+        if config.leftovers:
+            corrupt = {step for step in steps if _is_corrupt(root / f"step_{step}")}
         later = {step for step in steps if config.after is not None and step > config.after}
         doomed = [root / f"step_{step}" for step in sorted(corrupt | later)]
         if config.leftovers:
@@ -98,7 +116,21 @@ def prune_checkpoints(config: CkptPruneConfig) -> None:
     print(f"{gib:.3f} GiB in {len(doomed)} {noun}, {kept} checkpoints kept{hint}")
 
 
+def _is_corrupt(folder: Path) -> bool:
+    """Returns whether a checkpoint is corrupt; one that cannot be read now may be valid."""
+    try:
+        return bool(_problem(folder))
+    except Unreadable as error:
+        print(f"kept {folder}: {error}")
+        return False
+
+
 def _problem(folder: Path, *, deep: bool = False, weights: bool = False) -> str:
+    """Returns why a checkpoint is not usable, or "".
+
+    Raises:
+        CheckpointDeleted: the folder is gone. Unreadable: a file cannot be read.
+    """
     try:
         reason = folders.problem(folder)
         if reason or not deep:
@@ -120,7 +152,8 @@ def _problem(folder: Path, *, deep: bool = False, weights: bool = False) -> str:
     except UserError as error:
         return str(error)
     except OSError as error:
-        return f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"
+        name = Path(error.filename or folder).name
+        raise Unreadable(f"{name} cannot be read: {error.strerror}") from error
 
 
 def _gib(folder: Path) -> str:

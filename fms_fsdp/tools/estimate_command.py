@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -457,6 +458,12 @@ def main(config: EstimateConfig) -> None:
     Raises:
         UserError: the flags contradict one another.
     """
+    if config.device is not None and config.parallel.cpu_offload:
+        print(
+            "note: the time with --cpu_offload is too short: it includes neither the copies to and "
+            "from host memory nor the optimizer on the CPU",
+            file=sys.stderr,
+        )
     if config.device is None:
         print("\n".join(_describe_rate(config)))
     elif config.search:

@@ -288,7 +288,10 @@ def verify(config: VerifyConfig) -> None:
         print(f"warning: {warning}")
     if run:
         with open_run_data(config.run, config.data_path) as data:
-            print(f"the data matches the run's checkpoint of step {data.step}")
+            if data.step:
+                print(f"the data matches the run's checkpoint of step {data.step}")
+            else:
+                print("the run has no checkpoint yet, with which its data could be compared")
 
 
 def find_problems(corpus: Corpus, source: Source, number: int, vocab_size: int | None) -> list[str]:

@@ -47,8 +47,9 @@ def inspect(config: CkptInspectConfig) -> None:
         head, stats = read_checkpoint(
             lambda: require_checkpoint(config.path, config.step, "--path"), read
         )
-    norms = [found["norm"] for found in stats.values() if found["norm"] is not None]
-    total = {"shape": [len(stats)], "dtype": "", "norm": math.hypot(*norms)}
+    norms = [found["norm"] for found in stats.values()]
+    norm = None if None in norms else math.hypot(*norms)
+    total = {"shape": [len(stats)], "dtype": "", "norm": norm}
     if config.json:
         return print(json.dumps(head | {"all": total, "tensors": stats}))
     rows = []

@@ -275,6 +275,15 @@ class EstimateConfig(TrainConfig, EstimateFlags):
             raise UserError(
                 f"--num_epochs={typed(self.training.num_epochs)} requires data; set --num_tokens"
             )
+        if self.eval.eval_epochs:
+            raise UserError(
+                f"--eval_epochs={typed(self.eval.eval_epochs)} requires data; set --eval_interval"
+            )
+        if self.training.teacher_path:
+            raise UserError(
+                f"--teacher_path={self.training.teacher_path} is not supported by estimate, which "
+                "knows no second model; use --dry_run of main_training.py for its memory"
+            )
         autos = {"recompute": self.parallel.recompute, "batch_size": self.training.batch_size}
         for name, value in autos.items():
             if self.device is None and value == "auto":

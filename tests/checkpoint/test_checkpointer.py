@@ -12,6 +12,7 @@ import shutil
 import stat
 import threading
 import time
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fms_fsdp.__main__ import main as command
+from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.folders import (
     FILES,
     INDEX,
@@ -487,6 +489,32 @@ def test_ranks_reach_a_save_in_any_order(tmp_path: Path, late_rank: int) -> None
     names = run_ranks(late_save, 2, str(tmp_path), late_rank)
     assert names[0] == names[1] and METADATA in names[0] and STATE in names[0]
     assert not is_bad(tmp_path / "step_3")
+
+
+def test_unreadable_checkpoint_is_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Storage that fails for a moment made valid checkpoints look corrupt, and they were deleted."""
+    saved(tmp_path, 1, 2, 3)
+    (tmp_path / "step_1" / STATE).unlink()
+    open_file = folders.open_file
+
+    def failing(path: Path) -> FileIO:
+        if path.parent.name == "step_3":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return open_file(path)
+
+    monkeypatch.setattr(folders, "open_file", failing)
+    path = f"--path={tmp_path}"
+    assert command(["ckpt", "list", path]) == 0
+    assert "files.json cannot be read: Input/output error" in capsys.readouterr().out
+    assert command(["ckpt", "prune", path, "--leftovers", "--yes"]) == 0
+    assert f"kept {tmp_path}/step_3: files.json cannot be read" in capsys.readouterr().out
+    assert sorted(folder.name for folder in tmp_path.glob("step_*")) == ["step_2", "step_3"]
+    assert command(["ckpt", "verify", path]) == 2
+    assert capsys.readouterr().err.endswith(
+        "has 1 checkpoint that cannot be read (step_3); repair the storage, and verify again\n"
+    )
 
 
 def test_ckpt_list_and_prune(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fms_fsdp.config import BatchPlan, TrainConfig
+from fms_fsdp.config import BatchPlan, TrainConfig, TrainingConfig
 from fms_fsdp.config.values import short
 from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.distributed.axes import ParallelDims
@@ -229,6 +229,14 @@ def test_empty_gpu_is_advised_a_batch(
     if advice:
         assert advice.startswith(f"a step uses {peak_gib:.1f} of 79.0 GiB of the GPU; ")
         assert f"--batch_size={batch_size} would fit" in advice
+
+
+def test_advised_batch_keeps_the_global_batch() -> None:
+    """16 sequences were advised where a step has 4 per rank, and the next launch was rejected."""
+    cfg = TrainConfig(training=TrainingConfig(global_batch_size=32))
+    run = resolved(cfg, batch=BatchPlan(2, 2, 8), device="cuda")
+    assert "--batch_size=4 would fit" in advice_on_memory(run, 2, 8.0, 79 * 2**30)
+    assert advice_on_memory(replace(run, batch=BatchPlan(4, 1, 8)), 4, 8.0, 79 * 2**30) == ""
 
 
 @pytest.mark.parametrize(

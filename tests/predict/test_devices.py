@@ -46,7 +46,11 @@ def own(tmp_path: Path) -> Path:
         ("AMD Instinct MI250X", 191.5),
         ("AMD Instinct MI300X", 1307),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA GeForce RTX 3080", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100 80GB PCIe MIG 2g.20gb", None),
     ],
 )
 def test_peak_is_known_by_the_name(gpu: str, tflops: float | None) -> None:
@@ -140,6 +144,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("NVIDIA GeForce RTX 3090", 23.6, "rtx3090"),
         ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"),
         ("NVIDIA GeForce RTX 3080", 9.8, None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.7, None),
     ],
 )
 def test_a_gpu_is_known_by_the_name_of_its_driver_and_its_memory(

@@ -383,3 +383,8 @@ def test_decay_of_wsd_moves_until_begun() -> None:
     shorter = launch_of(flags, 700, resume_of(begun))
     note = end_of_decay(shorter, begun, resume_of(begun).start)
     assert "--lr_decay=110 decays" in note  # the steps from 590 to 700
+    longer = launch_of(flags, 2000, resume_of(begun))
+    note = end_of_decay(longer, begun, resume_of(begun).start)
+    assert "--lr_decay=1410 decays" in note  # the steps from 590 to 2000
+    followed = launch_of([*flags, "--lr_decay=1410"], 2000, resume_of(begun))
+    assert followed.milestones == Milestones(False, 100, 590, 2000)

@@ -15,6 +15,7 @@ from fms_fsdp.config import (
     DataConfig,
     EvalConfig,
     OptimConfig,
+    ParallelConfig,
     TrainConfig,
     TrainingConfig,
 )
@@ -22,11 +23,13 @@ from fms_fsdp.console import LINE_WIDTH, TIME_WIDTH
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.evaluate import summary_lines
 from fms_fsdp.models.variants import VARIANTS
+from fms_fsdp.run.memory_budget import MemoryBudget
 from fms_fsdp.run.startup_log import (
     _precision,
     advise,
     describe,
     describe_devices,
+    describe_prediction,
     describe_sources,
 )
 from fms_fsdp.samples import first_lines
@@ -111,6 +114,22 @@ def test_devices_are_named_without_private_words() -> None:
     gpus = replace(run, world_size=8, device_type="cuda", dims=ParallelDims("fsdp", 1, 8))
     expected = "devices: 8 GPUs (NVIDIA H200), fsdp: 1 replica x 8 shards"
     assert describe_devices(gpus, "NVIDIA H200") == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({}, "speed: about "),
+        ({"parallel": ParallelConfig(cpu_offload=True)}, "speed: unknown with --cpu_offload"),
+        ({"training": TrainingConfig(teacher_path="a")}, "speed: unknown with --teacher_path"),
+    ],
+)
+def test_speed_is_unknown_where_it_is_not_predicted(flags: dict[str, Any], line: str) -> None:
+    """Copies to the host and the teacher's forward pass were not in the printed speed."""
+    gpu = machine("cuda", memory={"cuda": 2**37, "cpu": 2**40}, device_name="NVIDIA H200")
+    run = resolved(TrainConfig(**flags), dims=ParallelDims("fsdp"), precision=BF16, device="cuda")
+    (found,) = describe_prediction(run, MemoryBudget(gpu))
+    assert found.startswith(line)
 
 
 def test_advice_is_given_where_a_run_was_hardly_meant(tmp_path: Path) -> None:

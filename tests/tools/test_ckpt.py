@@ -81,6 +81,7 @@ def test_zeros_and_non_finite_values_are_counted(
     monkeypatch.setattr(tensor_stats, "load_tensor", spoiled)
     facts = inspected(capsys, f"--path={run}")["tensors"]["model.head.norm.weight"]
     assert (facts["zeros"], facts["non_finite"], facts["norm"]) == (32 / 128, 1 / 128, None)
+    assert inspected(capsys, f"--path={run}")["all"]["norm"] is None
     assert main(["ckpt", "inspect", str(run)]) == 0 and "–" in capsys.readouterr().out
 
 

@@ -258,3 +258,9 @@ def test_verify_compares_a_run_with_its_data(
     shutil.copy(more / "a" / "shard-00000.arrow", more / "a" / "shard-00009.arrow")
     assert command([*argv, f"--data_path={more}"]) == 2
     assert "source a has 3 shards" in capsys.readouterr().err
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(run[0] / "config.json", alone)
+    capsys.readouterr()
+    assert command([*argv[:2], f"--run={alone}"]) == 0
+    assert "the run has no checkpoint yet" in capsys.readouterr().out

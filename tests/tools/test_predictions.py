@@ -71,6 +71,15 @@ def test_plan_is_printed_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sent per rank" not in printed(f"{QUICK} --num_devices=1", capsys)
 
 
+def test_offloaded_time_is_said_to_be_too_short(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was printed as the time of a run without copies to the host."""
+    for more in ("", " --json"):
+        assert main(["estimate", *f"{QUICK} --num_devices=8 --cpu_offload=True{more}".split()]) == 0
+        captured = capsys.readouterr()
+        assert captured.err.startswith("note: the time with --cpu_offload is too short")
+    assert "note" not in captured.out
+
+
 def test_each_batch_of_a_ramp_has_its_own_time(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{H100} --model_variant=1.4b --num_devices=8 --global_batch_size=64 --batch_size=2"
     flags += " --num_steps=6 --restarts_a_week=0"

@@ -124,6 +124,37 @@ def test_failed_write_keeps_the_older_page(
     assert page.read_text() == "older"
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_page_shows_passes_of_a_pipeline_and_own_tokens(tmp_path: Path) -> None:
+    """A pipeline has only the sum of its passes, and a run may begin with the tokens of another."""
+    passes = {"forward_ms": 0.0, "backward_ms": 0.0, "forward_backward_ms": 9.0}
+    usual = {"forward_ms": 3.0, "backward_ms": 6.0, "forward_backward_ms": 9.0}
+    runs = []
+    for name, values in (("pipeline", passes), ("usual", usual)):
+        reports = []
+        for step in (1, 2, 3):
+            own = {"tokens_seen": 10**9 + 1000 * step, "time": 3600.0 * step}
+            reports.append(record(1, step, loss=2.0, **values, **own))
+        runs.append(write(tmp_path / name, *reports))
+    page = tmp_path / "page.html"
+    assert main(["report", *map(str, runs), f"--output={page}"]) == 0
+    content, _, script = page.read_text().partition("<script>")
+    data = content.partition('type="application/json">')[2].partition("</script>")[0]
+    program = script.partition("main();\n</script>")[0]
+    stub = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(data)} }}) }};"
+    result = "console.log(JSON.stringify(RUNS.map(run => [timesOf(run), figures(run)])))"
+    ended = subprocess.run(
+        ["node", "-e", f"{stub}\n{program}\n{result}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    pipeline, plain = json.loads(ended.stdout)
+    assert "forward_backward_ms" in pipeline[0]
+    assert "forward_backward_ms" not in plain[0] and "forward_ms" in plain[0]
+    assert ["tokens", "1B", "24k per day"] in plain[1]  # 2,000 in the two hours between reports
+
+
 CHROMIUM = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 
 
