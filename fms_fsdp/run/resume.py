@@ -181,8 +181,8 @@ def _check_shape(now: TransformerConfig, before: TransformerConfig, folder: Path
         if name == "max_seq_len":
             is_compared = now.pos_emb == "learned"  # positions that have weights
         if is_compared and getattr(now, name) != getattr(before, name):
-            value = _shown(getattr(now, name))
-            saved = _shown(getattr(before, name))
+            value = _flag_value(getattr(now, name))
+            saved = _flag_value(getattr(before, name))
             raise UserError(
                 f"--{name}={value} does not match the checkpoint {folder} ({saved}); "
                 f"set --{name}={saved}, or choose another --run_name"
@@ -256,4 +256,9 @@ def learning_rate_jump(run: RunConfig, resume: ResumePoint) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
+    return str(value)
+
+
+def _flag_value(value: Any) -> str:
+    """Returns the text with which a flag takes this value of the model's shape."""
     return "none" if value is None else str(value)

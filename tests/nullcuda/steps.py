@@ -94,15 +94,25 @@ def steps(case: dict[str, Any]) -> dict[str, Any]:
         mesh = Mesh(dims, 0, "cuda")
     model = parallelize(config, section, mesh, device=DEVICE, precision=numbers, seed=1)
     compiled = compiles_optimizer(section, model, DEVICE)
-    optimizers = build_optimizers(OptimConfig(), model, numbers, 1, compiled=compiled)
+    optim = OptimConfig(**case.get("optim", {}))
+    optimizers = build_optimizers(optim, model, numbers, 1, compiled=compiled)
+    masks_documents = case.get("document_mask", False)
     settings = StepSettings(
-        mesh, DEVICE, lambda step, tokens, base: 1e-3, rows, 1.0, document_mask=False
+        mesh,
+        DEVICE,
+        lambda step, tokens, base: 1e-3,
+        case.get("micro_batch", rows),
+        case.get("grad_clip", 1.0),
+        document_mask=masks_documents,
     )
     scale = LossScale(PrecisionConfig(), DEVICE) if numbers.compute == "fp16" else None
     nothing: Any = None
     state = TrainState(model, optimizers, nothing, 9, loss_scale=scale)
     tokens = torch.randint(config.vocab_size, (rows, length + 1))
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, None)
+    # two documents in each sequence
+    documents = (torch.arange(length) >= length // 2).expand(rows, length).int().contiguous()
+    positions = (torch.arange(length) % (length // 2)).expand(rows, length).int().contiguous()
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, documents)
     clock, kept = PhaseTimer(DEVICE), list[int]()
     # blocks lie between, and are compiled as a whole; a stage of a pipeline lacks one of the two
     if model.embed is not None and model.head is not None:
@@ -113,7 +123,8 @@ def steps(case: dict[str, Any]) -> dict[str, Any]:
         kept.clear()
         torch.cuda.reset_peak_memory_stats()
         COUNTS.nullcuda_reset()
-        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        must_not_wait = step == 2 and not case.get("may_wait", False)
+        torch.cuda.set_sync_debug_mode("error" if must_not_wait else "default")
         clock.mark("data")
         train_step(settings, state, batch, clock)
         torch.cuda.set_sync_debug_mode("default")

@@ -14,6 +14,7 @@ from fms_fsdp.distributed.world import World
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import flops_per_token, num_params_by_unit
 from fms_fsdp.models.variants import VARIANTS
+from fms_fsdp.optim.optimizers import TORCH_OPTIMIZERS, own_optimizers
 from fms_fsdp.predict.memory import Step
 from fms_fsdp.predict.meter import ModelSetup, cost
 from fms_fsdp.predict.speed import sent as sent_in_step
@@ -136,6 +137,38 @@ def test_a_step_of_8b_sends_keeps_and_multiplies_what_estimate_says(
         products = flops_per_token(EIGHT, length) - attention - lookup
         assert row["products"] == pytest.approx(rows * length * products, rel=1e-4)
     print(json.dumps(row))  # what benchmarks/LOG.md records
+
+
+FSDP = case("fsdp", 2, "none", PRECISIONS["bf16"])
+READ_THE_NORM = ("sgd", "adagrad", "adadelta", "adamax", "rmsprop", "rprop")
+READ_NOTHING = ("adam", "muon", "adafactor", "lamb", "novograd", "madgrad", "sm3")
+
+
+def test_table_of_optimizers_is_whole() -> None:
+    known = {*TORCH_OPTIMIZERS, *own_optimizers()}
+    assert {"adamw", *READ_THE_NORM, *READ_NOTHING} == known
+
+
+def test_steps_wait_for_nothing_with_most_optimizers_and_settings(device: Device) -> None:
+    more: list[dict[str, Any]] = [dict(optim=dict(optimizer=name)) for name in READ_NOTHING]
+    more += [
+        dict(grad_clip=0.0),
+        dict(micro_batch=1),
+        dict(document_mask=True),
+        dict(document_mask=True, micro_batch=1, precision=PRECISIONS["fp16"]),
+        dict(grad_clip=0.0, precision=PRECISIONS["fp16"]),
+        dict(optim=dict(optimizer="muon"), precision=PRECISIONS["fp16"]),
+    ]
+    for row in found(device(STEPS, json.dumps([{**FSDP, **each} for each in more]), timeout=2400)):
+        assert (row["waits"], row["unimplemented"]) == ({}, 0), row
+
+
+def test_other_optimizers_read_whether_the_gradient_is_finite(device: Device) -> None:
+    """Once a step: they cannot skip it on the device (fms_fsdp/train.py says so)."""
+    more = [dict(optim=dict(optimizer=name), may_wait=True) for name in READ_THE_NORM]
+    for row in found(device(STEPS, json.dumps([{**FSDP, **each} for each in more]), timeout=2400)):
+        assert sum(row["waits"].values()) in (1, 2), row  # a copy, and the wait for its stream
+        assert row["unimplemented"] == 0
 
 
 AXES: list[tuple[int, dict[str, Any]]] = [
