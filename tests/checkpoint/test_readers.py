@@ -13,7 +13,13 @@ import pytest
 import fms_fsdp
 from fms_fsdp.__main__ import main
 from fms_fsdp.checkpoint import folders
-from fms_fsdp.checkpoint.folders import Checkpoint, CheckpointDeleted, CorruptCheckpoint
+from fms_fsdp.checkpoint.folders import (
+    Checkpoint,
+    CheckpointDeleted,
+    CorruptCheckpoint,
+    corrupt_files,
+    format_files,
+)
 from fms_fsdp.checkpoint.io import load_checkpoint
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.config.parse import parse_flags
@@ -141,3 +147,15 @@ def test_errors_can_be_pickled_between_ranks() -> None:
     for error in (CheckpointDeleted(folder), CorruptCheckpoint(folder, "x is missing")):
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error) and str(copy) == str(error) and copy.folder == folder
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+def test_each_file_is_verified_by_one_rank(tmp_path: Path, num_ranks: int) -> None:
+    names = [*(f"__{writer}_0.distcp" for writer in range(5)), ".metadata"]
+    for name in names:
+        (tmp_path / name).write_text("other bytes")
+    (tmp_path / folders.FILES).write_text(format_files({name: (11, 1) for name in names}))
+    by_rank = [corrupt_files(tmp_path, rank, num_ranks) for rank in range(num_ranks)]
+    assert sum(map(len, by_rank)) == len(names)
+    for writer in range(5):
+        assert any(f"__{writer}_0" in reason for reason in by_rank[writer % num_ranks])

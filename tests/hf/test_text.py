@@ -13,7 +13,7 @@ import pytest
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.kept_tokenizer import shards_bos_id
 from fms_fsdp.errors import UserError
-from fms_fsdp.hf.chat import parse_chat_settings, read_chat_settings
+from fms_fsdp.hf.chat import ChatSettings, parse_chat_settings, read_chat_settings
 from fms_fsdp.hf.hf_tokenizer import export_tokenizer, hf_text_rules
 from fms_fsdp.tokenizers.load import load_tokenizer
 from fms_fsdp.tokenizers.tokenizer import ByteTokenizer, TextRules
@@ -194,3 +194,9 @@ def test_malformed_tokenizer_config_is_one_line(
     error = capsys.readouterr().err
     assert "tokenizer_config.json must hold an object, not a list" in error
     assert error.count("\n") == 1
+
+
+def test_any_chat_setting_counts() -> None:
+    assert not ChatSettings() and not ChatSettings(source="x", not_carried=("y",))
+    each = [dict(chat_template="x"), dict(bos_token="x"), dict(pad_token="x"), dict(end_ids=(1,))]
+    assert all(ChatSettings(**given) for given in each)  # type: ignore[arg-type]
