@@ -12,6 +12,7 @@ import sentencepiece
 
 from fms_fsdp.__main__ import main
 from fms_fsdp.data.kept_tokenizer import shards_bos_id
+from fms_fsdp.errors import UserError
 from fms_fsdp.tokenizers.load import load_tokenizer
 
 BEGIN = "--bos_token=<|begin_of_text|>"  # 256, of the byte tokenizer
@@ -113,6 +114,10 @@ def test_bos_that_is_the_eos_is_not_in_the_text(texts: Path, tmp_path: Path, cap
         user_defined_symbols=["<|end|>"],
         minloglevel=3,
     )
+    with pytest.raises(UserError, match="names no end-of-document token"):
+        load_tokenizer(f"{tmp_path}/sp.model")
+    with pytest.raises(UserError, match="--eos_token .<no>. is not a token"):
+        load_tokenizer(f"{tmp_path}/sp.model", "<no>")
     flags = (f"--tokenizer={tmp_path}/sp.model", "--eos_token=<|end|>", "--bos_token=<|end|>")
     argv = ["prepare", f"--input=web={texts}", f"--output={tmp_path / 'out'}", *flags]
     assert main([*argv, "--num_workers=1"]) == 0
