@@ -219,6 +219,7 @@ def make_many_sources(root: Path) -> None:
 def measure_waits(root: str, steps: int) -> dict[str, float]:
     """Returns the share of time in which the loop waits, by disk and number of batches prepared."""
     calls = itertools.count(1)
+    disk: Any = storage
     read_range_of = storage.read_range_of
 
     def read_all_slowly(*place: int) -> bytes:
@@ -237,7 +238,7 @@ def measure_waits(root: str, steps: int) -> dict[str, float]:
             with closing(open_stream(section)) as stream:
                 stream.next_batch()  # opens what it needs, from the fast disk
                 stream._drop_ahead()
-                storage.read_range_of = read
+                disk.read_range_of = read
                 stream_module.STEPS_AHEAD = num_prepared
                 waited = 0.0
                 start = time.perf_counter()
@@ -248,7 +249,7 @@ def measure_waits(root: str, steps: int) -> dict[str, float]:
                     waited += time.perf_counter() - before
                     time.sleep(0.4)
                 result[f"{name}, {num_prepared} batches"] = waited / (time.perf_counter() - start)
-                storage.read_range_of = read_range_of
+                disk.read_range_of = read_range_of
     return result
 
 
