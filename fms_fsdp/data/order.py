@@ -273,8 +273,9 @@ class History:
         """Finds the first step after `step` with which the sources exceed `num_sequences` together."""
         steps = range(step + 1, MAX_STEPS)
 
-        def supplied(after: int) -> int:
-            position = self.position(after)
+        def supplied(last: int) -> int:
+            # `position` would count the sequences that are skipped just after the step.
+            position = self.phase(last).supplied(last + 1)
             return sum(position[name] for name in names)
 
         return step + 1 + bisect_right(steps, num_sequences, key=supplied)

@@ -207,6 +207,19 @@ def test_max_epochs_ends_at_a_known_step(files: Files) -> None:
     assert s.consumption(end)["tiny"]["epoch"] >= 1 > s.consumption(end - 1)["tiny"]["epoch"]
 
 
+def test_max_epochs_reads_the_step_before_a_skip(files: Files) -> None:
+    """Not one step less, though the skipped steps go beyond the last epoch."""
+    whole = files.stream(4, seq_length=64, datasets=("tiny",), max_epochs=2.0)
+    last = whole.last_step
+    assert last is not None
+    skip = f"{last}:{last + 3}"
+    skipped = files.stream(4, seq_length=64, datasets=("tiny",), max_epochs=2.0, skip_steps=skip)
+    assert skipped.last_step == last - 1
+    run(skipped, last - 1)
+    with pytest.raises(ValueError, match=rf"--max_epochs=2 ends with step {last - 1}"):
+        skipped.next_batch()
+
+
 def test_source_without_sequence_counts_zero(files: Files) -> None:
     """Also after a resume that adds it, and one that removes it before its first sequence."""
     nothing = {"epoch": 0.0, "tokens": 0}
