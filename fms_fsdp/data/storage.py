@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 NUM_LOCAL_TRIES = 6  # 8 s: a server of NFS that is restarted, or moves, answers again in seconds
 NUM_THREADS = 16  # a call to a parallel file system takes milliseconds, in which others can run
 PROGRESS_S = 10.0
+LOST_AND_FOUND = "lost+found"  # of the file system, at the root of a disk; only root may read it
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ def list_files(root: str) -> Listing:
             with os.scandir(f"{root}/{folder}") as entries:
                 for entry in entries:
                     path = start + entry.name
-                    if entry.name.startswith("."):
+                    if entry.name.startswith(".") or path == LOST_AND_FOUND:
                         continue
                     elif entry.is_symlink():
                         linked.append(path)

@@ -363,7 +363,8 @@ def test_stale_handle_is_opened_again(
 @pytest.mark.parametrize("uri", [False, True])
 def test_listing_follows_links_without_a_stat_of_files(tmp_path: Path, uri: bool) -> None:
     root = tmp_path / "data"
-    for name in ("b/2", "a/1", "a/deep/3", ".hidden/4", "a/.5", "b/shard.arrow"):
+    hidden = (".hidden/4", "a/.5", "lost+found/8")
+    for name in ("b/2", "a/1", "a/deep/3", "b/shard.arrow", *hidden):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"tokens")
     (tmp_path / "elsewhere").mkdir()
