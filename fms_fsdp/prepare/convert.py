@@ -229,6 +229,11 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
         edges = np.fromfile(file, "<i8", num_edges)
     if len(edges) != num_edges or (len(edges) and edges[-1] > num_sequences):
         raise UserError("the index is truncated or corrupt; copy the file again")
+    if num_sequences and (num_edges == 0 or edges[0] != 0 or edges[-1] != num_sequences):
+        raise UserError(
+            f"its documents do not have all of its {num_sequences} sequences; end the last document "
+            "before the index is written"
+        )
     ids = _map_ids(_ids_path(path), np.dtype(_MEGATRON_TYPES[code]))
     starts = pointers // ids.dtype.itemsize
     if len(starts) and int((starts + lengths).max()) > len(ids):

@@ -111,6 +111,17 @@ def test_repaired_partner_is_read_again(tmp_path: Path, partner: str) -> None:
     assert rows(tmp_path / "out/web") == documents
 
 
+def test_megatron_sequences_outside_of_documents_are_rejected(tmp_path: Path) -> None:
+    """The index of a program that ended before it closed its last document."""
+    write_megatron(tmp_path / "x.idx", [[1, 2], [3, 4], [5, 6]], 8, "<u2")
+    index = (tmp_path / "x.idx").read_bytes()
+    num_edges_at = len(b"MMIDIDX\x00\x00") + struct.calcsize("<QBQ")
+    shorter = index[:num_edges_at] + struct.pack("<Q", 3) + index[num_edges_at + 8 : -8]
+    (tmp_path / "x.idx").write_bytes(shorter)
+    with pytest.raises(ValueError, match="its documents do not have all of its 3 sequences"):
+        run(tmp_path / "out", f"web={tmp_path / 'x.idx'}")
+
+
 def test_masked_and_16_bit_shards_are_converted_together(tmp_path: Path) -> None:
     lists = pa.large_list(pa.uint32())
     chat = pa.table({"tokens": pa.array([[1 | NO_LOSS, 2]], lists)})
