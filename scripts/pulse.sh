@@ -53,7 +53,7 @@ find_process() {
     if [[ -z "$job" ]]; then # a launch holds a lock while it runs
         BODY=gone WHY="no process writes there"
         if [[ -f "$folder/.lock" ]] && ! flock -sn "$folder/.lock" true; then BODY=running; fi
-    elif listed="$(squeue -h -j "$job" -o '%T %r' 2>&1)"; then
+    elif listed="$(timeout 60 squeue -h -j "$job" -o '%T %r' 2>&1)"; then
         case "$listed" in
             *RUNNING* | *SIGNALING* | *COMPLETING*) BODY=running ;;
             "") BODY=gone WHY="job $job is not in the queue" ;;
@@ -63,6 +63,7 @@ find_process() {
         BODY=gone WHY="job $job is not in the queue"
     else
         BODY=unknown WHY="${listed%%$'\n'*}"
+        WHY="${WHY:-squeue does not answer within 60 s}"
     fi
 }
 
