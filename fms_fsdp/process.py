@@ -130,14 +130,15 @@ def raise_open_file_limit() -> int:
     return reachable
 
 
-def process_age_s() -> float:
-    """Returns the seconds since this process was started, or since its import if that is unknown.
+def process_age_s(pid: int | None = None) -> float:
+    """Returns the seconds since a process was started, by default this one.
 
+    If that is unknown, it is the seconds since the import of this module.
     Not by /proc/uptime, which may be the container's (lxcfs), while the start is the machine's.
     """
     age_s = -1.0
     with suppress(OSError, ValueError, IndexError, AttributeError):  # AttributeError: not Linux
-        content = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        content = Path(f"/proc/{pid or 'self'}/stat").read_text(encoding="utf-8", errors="replace")
         fields = content.rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

@@ -177,6 +177,30 @@ def test_stopped_launch_is_75_without_torchrun(
     assert launch.exit_status == 75
 
 
+OPENED = f"""
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, {str(ROOT)!r})
+from fms_fsdp.run.run_dir import RunDir
+run_dir = RunDir(SimpleNamespace(output_dir=sys.argv[1], ckpt_save_path=sys.argv[1] + "/checkpoints"))
+run_dir.open()
+sys.exit(not run_dir.stop_file.exists())
+"""
+
+
+@pytest.mark.parametrize("is_started_again", [False, True])
+def test_stop_is_for_ranks_that_torchrun_starts_again(
+    tmp_path: Path, is_started_again: bool
+) -> None:
+    """A STOP that was made while the ranks before hung was deleted, as that of an earlier launch."""
+    (tmp_path / "STOP").touch()
+    time.sleep(0.1)  # the clock of processes has ticks of 10 ms
+    environment = os.environ | ({"TORCHELASTIC_RUN_ID": "x"} if is_started_again else {})
+    command = [sys.executable, "-c", OPENED, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, start_new_session=True)
+    assert ended.returncode == (0 if is_started_again else 1)
+
+
 def test_busy_process_has_not_lost_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many open files counted as the end of torchrun, and the run stopped."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
