@@ -93,6 +93,9 @@ class CheckpointManager:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if torch.cuda.is_available():  # a new thread would use the first GPU
             self._pool.submit(torch.cuda.set_device, torch.cuda.current_device())
+        else:
+            self._pool.submit(_use_one_openmp_thread).result()
+            torch.set_num_threads(torch.get_num_threads())  # of threads that start later
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             timeout = timedelta(seconds=SAVE_TIMEOUT_S)
@@ -357,6 +360,16 @@ def delete_old(
             log.info("deleted %s", root / f"step_{step}")
         except OSError as error:
             log.warning("step_%d could not be deleted: %s", step, error)
+
+
+def _use_one_openmp_thread() -> None:
+    """Lets parallel operations of this thread run on it alone.
+
+    Otherwise there would be more OpenMP threads than cores. None of them spins then while it waits,
+    and a step of a small model takes twice as long (benchmarks/LOG.md).
+    """
+    torch.get_num_threads()  # initializes the thread, which would otherwise undo the next line
+    torch.set_num_threads(1)
 
 
 def host_copies(tensors: Tensors, limit_bytes: int = 2**62) -> Tensors:

@@ -12,6 +12,7 @@ import shutil
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,6 +170,20 @@ def test_training_continues_during_background_save(tmp_path: Path) -> None:
     assert all(map(torch.equal, before, values(again, other)))
     load_checkpoint(tmp_path / "step_2", again, other, is_alone=True)
     assert all(not parameter.any() for parameter in again.parameters())
+
+
+def test_background_saves_start_no_openmp_threads_beside_those_of_the_loop(tmp_path: Path) -> None:
+    """With more of them than cores, libgomp lets each sleep at once, and small steps take twice as long."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        manager, _ = manager_of(tmp_path, *made(0), in_background=True)
+        assert manager._pool.submit(torch.get_num_threads).result() == 1
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+        manager.close()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def test_background_save_keeps_data_state_of_its_step(tmp_path: Path) -> None:
