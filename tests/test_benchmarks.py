@@ -135,6 +135,23 @@ def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_shakespeare_is_trained_by_its_preset(tmp_path: Path) -> None:
+    """Here on this project's documentation, for a few steps."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "docs/guides").glob("*.md")))
+    (tmp_path / "input.txt").write_bytes(text.encode("ascii", errors="ignore"))
+    flags = f"--text={tmp_path}/input.txt --rounds=1 --num_steps=101 --output={tmp_path}/it.json"
+    ended = subprocess.run(
+        [sys.executable, "benchmarks/shakespeare.py", *flags.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (one,) = json.loads((tmp_path / "it.json").read_text())["rounds"]
+    assert one["ours"]["parameters"] == 836_992
+    assert 2.0 < one["ours"]["val_loss"] < 3.6  # ln(65) is 4.2
+
+
 def test_layouts_are_measured_beside_one_process_and_the_prediction(tmp_path: Path) -> None:
     script = "benchmarks/bench_parallel.py --world=2 --steps=2"
     command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]

@@ -153,7 +153,12 @@ QUICKSTART = ["quickstart", "quickstart_text"]  # tests/scripts/test_scripts.py
 
 
 def test_every_preset_is_tested() -> None:
-    assert {path.stem for path in PRESETS.glob("*.toml")} == {*SHAPES, *USES, *QUICKSTART}
+    assert {path.stem for path in PRESETS.glob("*.toml")} == {
+        *SHAPES,
+        *USES,
+        *QUICKSTART,
+        "shakespeare",  # tests/test_benchmarks.py
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -74,7 +74,7 @@ remove another flag for the same thing: `--num_tokens` removes `num_steps` of a 
 `weights`. A file has flags by name, at its top or in tables named like the sections below. It can also be JSON:
 `--config=runs/NAME/config.json` repeats a run. `--config_dir=DIR` is the folder of files that are given by
 name only. Presets need no folder: `bench`, `profile`, `continue` (train existing weights on other data),
-`quickstart` (the model and sizes of `scripts/train.sh`), `quickstart_text` (its data), `pretrain_7b` and the
+`quickstart` (the model and sizes of `scripts/train.sh`), `quickstart_text` (its data), `shakespeare`, `pretrain_7b` and the
 shapes of GPT-3. Keep one file for the model and one for the site: `--config=model.toml,site.toml`.
 
 Write an integer as `5_000_000`, `4k`, `2M`, `1B`, `4Ki` (4096) or `1e6`, a boolean as `true`/`false`,
