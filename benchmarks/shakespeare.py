@@ -56,7 +56,7 @@ print(sum(each.numel() for each in model.parameters()), total / num_blocks)
 
 
 def main() -> None:
-    args = parser_of(__doc__, nanogpt="", text="input.txt", rounds=3, num_steps=2000).parse_args()
+    args = parser_of(__doc__, nanogpt="", text="input.txt", rounds=2, num_steps=2000).parse_args()
     text = Path(args.text).read_text(encoding="ascii")
     rounds: list[dict[str, Any]] = []
     result = about_machine() | {"characters": len(text), "rounds": rounds}
