@@ -135,6 +135,7 @@ def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_shakespeare_is_trained_by_its_preset(tmp_path: Path) -> None:
     """Here on this project's documentation, for a few steps."""
     text = "".join(path.read_text() for path in sorted((ROOT / "docs/guides").glob("*.md")))
