@@ -49,6 +49,11 @@ class Device:
             return 1.0
         return min(1.0, self.watts / self.full_watts) ** (1 / 3)
 
+    @property
+    def half_precision(self) -> str:
+        """The dtype of 16 bits by whose peak MFU counts: bf16, or fp16 on an older device."""
+        return "bf16" if "bf16" in self.tflops else "fp16"
+
     def peak(self, dtype: str) -> float:
         """Returns the FLOP/s of dense matmuls.
 
@@ -58,7 +63,7 @@ class Device:
         if dtype not in self.tflops:
             raise UserError(
                 f"--device={self.name} has no matmuls in {dtype}, only in {', '.join(self.tflops)}; "
-                "set --precision=bf16, or choose another device"
+                f"set --precision={self.half_precision}, or choose another device"
             )
         return 1e12 * self.tflops[dtype]
 
@@ -100,9 +105,10 @@ def _device(name: str, table: Any, path: Path) -> Device:
     for key, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
             raise UserError(f"{where} {key}={value} must be a number above 0; fix the file")
-    if "bf16" not in peaks:
+    if not {"bf16", "fp16"} & peaks.keys():
         raise UserError(
-            f"{where} tflops={table['tflops']} must have a peak for bf16; write e.g. {{ bf16 = 989 }}"
+            f"{where} tflops={table['tflops']} must have a peak for bf16, or for fp16 on an older GPU; "
+            "write e.g. { bf16 = 989 }"
         )
     generation = table.get("generation", "hopper")
     if generation not in GENERATIONS:
@@ -149,6 +155,8 @@ def known_device(gpu: str, memory_bytes: int) -> Device | None:
 def peak_bf16_flops(gpu: str) -> float | None:
     """Returns the dense FLOP/s of the GPU that the driver calls `gpu`; None if it is unknown.
 
+    They are those of fp16 for a GPU without bf16.
+
     The peak of a MIG slice is unknown: its name does not contain its part of the multiprocessors.
     """
     if " MIG " in gpu:
@@ -159,4 +167,4 @@ def peak_bf16_flops(gpu: str) -> float | None:
         longest = max(names, key=len)  # if one name contains another
         return 1e12 * peaks[longest]
     device = known_device(gpu, 0)  # devices with one name differ in memory alone
-    return None if device is None else device.peak("bf16")
+    return None if device is None else device.peak(device.half_precision)

@@ -285,6 +285,9 @@ def _predict(run: RunConfig, budget: MemoryBudget) -> Iterator[str]:
     if run.config.training.teacher_path:
         yield "speed: unknown with --teacher_path"
         return
+    if run.precision.compute not in known.tflops:
+        yield f"speed: unknown in {run.precision.compute} for {known.name}"
+        return
     step = budget.step(run)
     with predicting():
         seconds = sum(step_time(step, known, machine.world.local_size).values())

@@ -150,7 +150,7 @@ class Estimate:
     @property
     def mfu(self) -> float:
         flops = flops_per_token(self.run.model, self.run.seq_length)
-        return self.tokens_per_s * flops / self.device.peak("bf16")
+        return self.tokens_per_s * flops / self.device.peak(self.device.half_precision)
 
     @cached_property
     def days(self) -> Days:

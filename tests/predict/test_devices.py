@@ -93,6 +93,12 @@ def test_an_unknown_device_lists_the_known_ones() -> None:
         find_device("abacus")
 
 
+def test_mfu_of_a_gpu_without_bf16_is_by_the_peak_of_fp16() -> None:
+    assert peak_bf16_flops("Tesla T4") == 65e12
+    with pytest.raises(UserError, match="no matmuls in bf16, .* set --precision=fp16, or"):
+        find_device("t4").peak("bf16")
+
+
 def test_a_device_without_such_products_says_which_it_has(own: Path) -> None:
     with pytest.raises(
         UserError, match=r"--device=mine has no matmuls in float8, only in bf16, fp16; set"
@@ -106,7 +112,7 @@ def test_a_device_without_such_products_says_which_it_has(own: Path) -> None:
         ("watts = 300", "", "watts is missing or unknown; the fields are memory_gib, tflops"),
         ("watts = 300", "watts = 'many'", r"watts=many must be a number above 0"),
         ("watts = 300", "watts = true", r"watts=True must be a number above 0"),
-        ("bf16 = 100", "fp64 = 100", "must have a peak for bf16; write e.g. { bf16 = 989 }"),
+        ("bf16 = 100, fp16 = 100", "fp64 = 100", "must have a peak for bf16, or for fp16 on"),
         ("{ bf16 = 100, fp16 = 100 }", "100", r"tflops=100 must have a peak"),
         ("watts = 300", "watts = 300\ngeneration = 'amper'", r"generation=amper must be one of"),
         ("[mine]", "mine = 3\n[other]", "device mine: .* is missing or unknown"),
@@ -144,6 +150,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("NVIDIA GeForce RTX 3090", 23.6, "rtx3090"),
         ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"),
         ("NVIDIA GeForce RTX 3080", 9.8, None),
+        ("Tesla T4", 14.7, "t4"),
+        ("Tesla V100-SXM2-32GB", 31.7, "v100_32gb"),
+        ("Tesla V100-SXM2-16GB", 15.8, "v100_16gb"),
+        ("Tesla V100-PCIE-16GB", 15.8, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.7, None),
     ],
 )
