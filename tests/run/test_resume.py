@@ -119,7 +119,11 @@ def test_resume_step_renames_later_checkpoints_once(copy: Path) -> None:
 
 @pytest.mark.parametrize(
     ("step", "end"),
-    [(4, "; renaming 2 later checkpoints"), (6, "; renaming 1 later checkpoint"), (8, "checkpoints")],
+    [
+        (4, "; renaming 2 later checkpoints"),
+        (6, "; renaming 1 later checkpoint"),
+        (8, "checkpoints"),
+    ],
 )
 def test_resume_step_counts_later_checkpoints(whole: Path, step: int, end: str) -> None:
     flags = argv(whole, f"--resume_step={step}")
