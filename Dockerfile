@@ -1,5 +1,5 @@
 # Adds the packages of this repository to a PyTorch image; the container mounts the repository.
-# See docs/guides/containers.md.
+# See docs/guides/clusters.md#containers.
 #   docker build --tag fms-fsdp .
 ARG IMAGE=pytorch/pytorch:latest
 FROM ${IMAGE}

@@ -14,6 +14,7 @@ from fms_fsdp.checkpoint.folders import (
     leftovers,
 )
 from fms_fsdp.config import TrainConfig
+from fms_fsdp.config.values import counted
 from fms_fsdp.errors import UserError
 from fms_fsdp.state import RunConfig, TrainMetadata
 
@@ -145,5 +146,7 @@ def _resume_at_step(root: Path, step: int, corrupt: dict[Path, str] | None) -> R
             f"--resume_step={step} must be the step of a checkpoint in {root}; use one of {steps}"
         )
     later = tuple(root / f"step_{found}" for found in checkpoint_steps(root) if found > step)
-    note = f"; renaming {len(later)} later checkpoints"
+    note = ""
+    if later:
+        note = f"; renaming {counted(len(later), 'later checkpoint')}"
     return _resume(chosen, superseded=later, note=note)

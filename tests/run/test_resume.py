@@ -117,6 +117,19 @@ def test_resume_step_renames_later_checkpoints_once(copy: Path) -> None:
     assert [event.step for event in board.Scalars("loss/loss")] == list(range(1, 9))
 
 
+@pytest.mark.parametrize(
+    ("step", "end"),
+    [
+        (4, "; renaming 2 later checkpoints"),
+        (6, "; renaming 1 later checkpoint"),
+        (8, "checkpoints"),
+    ],
+)
+def test_resume_step_counts_later_checkpoints(whole: Path, step: int, end: str) -> None:
+    flags = argv(whole, f"--resume_step={step}")
+    assert choose_checkpoint(parse_flags(TrainConfig, flags)).reason.endswith(end)
+
+
 def test_repeated_resume_step_continues_weights_only_run(copy: Path, tmp_path: Path) -> None:
     """Its own steps are below --resume_step, which is a step of the other run: the command was an error."""
     flags = argv(tmp_path / "new", f"--ckpt_load_path={copy}", "--load_model_only=True")
