@@ -173,5 +173,7 @@ class Exporter:
             env=os.environ | settings,
             start_new_session=True,
         )
-        os.setpriority(os.PRIO_PROCESS, process.pid, 10)
+        # A training under `nice` may have a lower priority, and nobody but root may raise one.
+        niceness = max(10, os.getpriority(os.PRIO_PROCESS, 0))
+        os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
         return process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -98,3 +99,19 @@ def test_export_that_cannot_start_is_logged(
     exporter.finish(lambda: None, lambda: False)
     assert exporter.due_steps() == ()
     assert "the export cannot start: Resource temporarily unavailable" in caplog.text
+
+
+def test_export_of_a_nice_training_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was logged as not started, and ran beside the next one."""
+
+    def set_as_a_user(kind: int, pid: int, niceness: int) -> None:
+        if niceness < 15:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    exporter = due_after(tmp_path, monkeypatch, "sleep 0.1")
+    monkeypatch.setattr(os, "getpriority", lambda kind, pid: 15)
+    monkeypatch.setattr(os, "setpriority", set_as_a_user)
+    exporter.finish(lambda: None, lambda: False)
+    assert exporter.due_steps() == () and "not exported" not in caplog.text
