@@ -115,3 +115,22 @@ def test_export_of_a_nice_training_starts(
     monkeypatch.setattr(os, "setpriority", set_as_a_user)
     exporter.finish(lambda: None, lambda: False)
     assert exporter.due_steps() == () and "not exported" not in caplog.text
+
+
+def test_failing_storage_leaves_last_exports_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were dropped, and were said to have no checkpoint."""
+    exporter = due_after(tmp_path, monkeypatch, "true")
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if os.fspath(path) == str(tmp_path / "checkpoints/step_8"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", failing)
+        exporter.finish(lambda: None, lambda: False)
+    assert exporter.due_steps() == (8,) and "step_8" in caplog.text
+    assert "no checkpoint" not in caplog.text and exporter_of(tmp_path, 8).due_steps() == (8,)
