@@ -84,8 +84,10 @@ def test_hanging_squeue_does_not_end_the_chain(tmp_path: Path) -> None:
     assert len(calls) == 1 and calls[0].startswith("sbatch --parsable --dependency=afterany:17")
 
 
-def test_chain_ends_when_the_run_is_finished(tmp_path: Path) -> None:
-    ended, calls = cron(tmp_path, "5", "echo", "runs/x FINISHED step 7")
+@pytest.mark.parametrize("submitted", ["18", "18;alpha"])  # the second: of several clusters
+def test_chain_ends_when_the_run_is_finished(tmp_path: Path, submitted: str) -> None:
+    sbatch = f"echo '{submitted}'"
+    ended, calls = cron(tmp_path, "5", "echo", "runs/x FINISHED step 7", sbatch=sbatch)
     assert ended.returncode == 0 and len(calls) == 2 and calls[1] == "scancel 18"
 
 
