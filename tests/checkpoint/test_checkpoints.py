@@ -103,7 +103,7 @@ def test_folder_that_vanishes_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert left_of(tmp_path, 1) == [25]
 
 
-def test_failing_storage_at_the_last_evaluation_ends_no_run(
+def test_failing_storage_at_evaluation_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run was finished and saved, and ended with a traceback (from Python 3.14: without a word)."""

@@ -89,7 +89,7 @@ def test_the_clock_that_runs_out_first_is_named(
 
 
 @pytest.mark.parametrize(("agent", "stops"), [(7, True), (0, False)])
-def test_duration_counts_from_the_start_of_torchrun(
+def test_duration_counts_from_start_of_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: int, stops: bool
 ) -> None:
     """Each restart of the ranks began the time again: the scheduler killed the launch, which had not saved."""

@@ -74,7 +74,7 @@ def test_failing_sbatch_is_tried_again(
     assert ("cannot be submitted" in ended.stderr) == (status == 1)
 
 
-def test_hanging_squeue_does_not_end_the_chain(tmp_path: Path) -> None:
+def test_hanging_squeue_ends_no_chain(tmp_path: Path) -> None:
     """It took all the time of the job, before the next one was submitted."""
     executable(tmp_path / "bin" / "timeout", f'shift\nexec {shutil.which("timeout")} 0.2 "$@"\n')
     sleep = f"exec {shutil.which('sleep')} 8"
