@@ -280,7 +280,7 @@ def check_output_is_new(path: Path) -> None:
 
 @contextmanager
 def write_folder(path: Path) -> Iterator[Path]:
-    """Yields a folder next to `path` that gets its name at the end, or is removed on an error.
+    """Yields a folder next to `path` that gets its name at the end, on disk, or is removed on an error.
 
     The remains of a killed process are removed first.
 
@@ -298,10 +298,22 @@ def write_folder(path: Path) -> Iterator[Path]:
                 child.unlink()
         try:
             yield partial
+            _sync_tree(partial)  # a power failure must not leave a complete name with empty files
             partial.rename(path)
+            sync_folder(path.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def _sync_tree(root: Path) -> None:
+    """Waits until the files below a folder, and their names, are on disk."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            with open(path, "rb") as file:
+                sync_to_disk(file.fileno(), path)
+        sync_folder(Path(folder))
 
 
 @contextmanager

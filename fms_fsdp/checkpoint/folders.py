@@ -161,6 +161,7 @@ def replace_metadata(folder: Path, metadata: TrainMetadata) -> None:
     write_atomically(folder / NEXT_FILES, format_files(files), sync=True)
     sync_folder(folder)
     write_atomically(folder / STATE, text, sync=True)
+    sync_folder(folder)
     os.replace(folder / NEXT_FILES, folder / FILES)
 
 

@@ -13,7 +13,7 @@ from typing import IO
 
 from fms_fsdp.checkpoint.folders import describe_health, read_metadata
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import read_json, write_json
+from fms_fsdp.files import is_folder, read_json, write_json
 from fms_fsdp.logs import log
 from fms_fsdp.state import TrainState
 
@@ -68,10 +68,14 @@ class Exporter:
                 return
             with suppress(subprocess.TimeoutExpired):
                 self._running[1].wait(timeout=1.0)
-        for step in self._due:
+        try:
+            missing = [step for step in self._due if not is_folder(self._checkpoint_of(step))]
+        except OSError as error:  # the next launch asks the storage again
+            log.warning("the last exports are not made: %s", error)
+            return
+        for step in missing:
             log.warning("step %d was not exported: it has no checkpoint", step)
-        if self._due:
-            self._set_due(())
+            self._drop(step)
 
     def close(self) -> None:
         """Drops an export that is under way."""
@@ -82,6 +86,9 @@ class Exporter:
         if self._due:
             steps = ", ".join(map(str, self._due))
             log.info("not exported yet, the next launch does it: step %s", steps)
+
+    def _checkpoint_of(self, step: int) -> Path:
+        return self._checkpoints / f"step_{step}"
 
     def _recorded(self, start_step: int) -> tuple[int, ...]:
         """Returns the due steps of launches before; steps after `start_step` are trained again."""
@@ -121,7 +128,7 @@ class Exporter:
                 log.info("exported %s", self._folder / f"step_{step}")
             self._drop(step)
         # os.path.isdir: a storage that fails now is asked again after the next step.
-        ready = [step for step in self._due if os.path.isdir(self._checkpoints / f"step_{step}")]
+        ready = [step for step in self._due if os.path.isdir(self._checkpoint_of(step))]
         if self._running is None and ready:
             step = ready[0]
             problem = self._problem(step)
@@ -151,7 +158,7 @@ class Exporter:
     def _problem(self, step: int) -> str:
         """Returns why the checkpoint of a step cannot be exported; "" if it can."""
         try:
-            metadata = read_metadata(self._checkpoints / f"step_{step}")
+            metadata = read_metadata(self._checkpoint_of(step))
         except (UserError, OSError) as error:  # e.g. deleted since
             return str(error)
         if not metadata.is_healthy:
@@ -173,5 +180,7 @@ class Exporter:
             env=os.environ | settings,
             start_new_session=True,
         )
-        os.setpriority(os.PRIO_PROCESS, process.pid, 10)
+        # A training under `nice` may have a lower priority, and nobody but root may raise one.
+        niceness = max(10, os.getpriority(os.PRIO_PROCESS, 0))
+        os.setpriority(os.PRIO_PROCESS, process.pid, niceness)
         return process

@@ -28,6 +28,7 @@ from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.dtensor import local_shard, sharded_like
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.files import is_folder
 from fms_fsdp.logs import log, rank_log
 from fms_fsdp.run.health import NonFiniteGuard, Watchdog
 from fms_fsdp.run.logger import MetricLogger
@@ -171,9 +172,11 @@ class CheckpointManager:
             return
         self._lacks_evaluation = False
         folder = self.root / f"step_{state.step}"
-        if not self.is_main or not folder.is_dir():  # it is in the folder of another run
+        if not self.is_main:
             return
         try:
+            if not is_folder(folder):  # it is in the folder of another run
+                return
             saved = folders.read_metadata(folder)
             evaluated = replace(
                 saved,

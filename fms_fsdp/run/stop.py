@@ -130,6 +130,8 @@ class StopControl:
         self.signals = signals
         self.is_main = is_main
         self.eval_interval = cfg.eval.eval_interval
+        # torchrun outlives ranks that it starts again: the launch began with it.
+        self._first_pid = agent_pid() or os.getpid()
         self.save_s = 0.0
         self.eval_s = 0.0
         self._longest_eval_s = 0.0
@@ -258,7 +260,7 @@ class StopControl:
         """Yields the seconds left by each clock, and the reason when they are too few."""
         minutes = self.cfg.exit_duration_in_mins
         if minutes:
-            left = 60 * minutes - process_age_s()
+            left = 60 * minutes - process_age_s(self._first_pid)
             yield left, f"--exit_duration_in_mins={minutes:g} is nearly over"
         end = job_end()
         if end is not None:

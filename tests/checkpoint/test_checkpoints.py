@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,29 @@ def test_folder_that_vanishes_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(folders, "is_complete", complete_then_removed)
     assert left_of(tmp_path, 1) == [25]
+
+
+def test_failing_storage_at_evaluation_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run was finished and saved, and ended with a traceback (from Python 3.14: without a word)."""
+    manager, state = manager_of(tmp_path, *made(0), in_background=False)
+    state.step = 3
+    state.evaluation_pending = True
+    manager.save(state, wait=True)
+    state.evaluation_pending = False
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if path == tmp_path / "step_3":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", failing)
+        manager.add_evaluation(state)
+    manager.close()
+    assert "the evaluation of step 3 is not in" in caplog.text
 
 
 def test_folders_that_cannot_be_renamed_are_marked(

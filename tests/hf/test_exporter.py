@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -98,3 +99,38 @@ def test_export_that_cannot_start_is_logged(
     exporter.finish(lambda: None, lambda: False)
     assert exporter.due_steps() == ()
     assert "the export cannot start: Resource temporarily unavailable" in caplog.text
+
+
+def test_export_of_a_nice_training_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was logged as not started, and ran beside the next one."""
+
+    def set_as_a_user(kind: int, pid: int, niceness: int) -> None:
+        if niceness < 15:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    exporter = due_after(tmp_path, monkeypatch, "sleep 0.1")
+    monkeypatch.setattr(os, "getpriority", lambda kind, pid: 15)
+    monkeypatch.setattr(os, "setpriority", set_as_a_user)
+    exporter.finish(lambda: None, lambda: False)
+    assert exporter.due_steps() == () and "not exported" not in caplog.text
+
+
+def test_failing_storage_leaves_last_exports_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were dropped, and were said to have no checkpoint."""
+    exporter = due_after(tmp_path, monkeypatch, "true")
+    stat = os.stat
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if os.fspath(path) == str(tmp_path / "checkpoints/step_8"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", failing)
+        exporter.finish(lambda: None, lambda: False)
+    assert exporter.due_steps() == (8,) and "step_8" in caplog.text
+    assert "no checkpoint" not in caplog.text and exporter_of(tmp_path, 8).due_steps() == (8,)

@@ -60,7 +60,8 @@ def test_the_first_save_of_a_launch_is_in_the_margin(
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     for seconds_left, stops in ((39.0, True), (45.0, False)):
         ends = limits(tmp_path, exit_duration_in_mins=1)
-        monkeypatch.setattr("fms_fsdp.run.stop.process_age_s", lambda left=seconds_left: 60 - left)
+        age_s = 60 - seconds_left
+        monkeypatch.setattr("fms_fsdp.run.stop.process_age_s", lambda pid, age_s=age_s: age_s)
         assert bool(stepped(ends, beginning())) is stops
 
 
@@ -80,11 +81,24 @@ def test_the_clock_that_runs_out_first_is_named(
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     if job_s is not None:
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + job_s))
-    monkeypatch.setattr("fms_fsdp.run.stop.process_age_s", lambda: 30.0)
+    monkeypatch.setattr("fms_fsdp.run.stop.process_age_s", lambda pid: 30.0)
     given = {} if minutes is None else {"exit_duration_in_mins": minutes}
     reason = stepped(limits(tmp_path, exit_margin_s=100.0, **given), beginning())
     of_job = "the end of the SLURM job is near"
     assert reason == ("--exit_duration_in_mins=1 is nearly over" if minutes == 1 else of_job)
+
+
+@pytest.mark.parametrize(("agent", "stops"), [(7, True), (0, False)])
+def test_duration_counts_from_start_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: int, stops: bool
+) -> None:
+    """Each restart of the ranks began the time again: the scheduler killed the launch, which had not saved."""
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    monkeypatch.setattr("fms_fsdp.run.stop.agent_pid", lambda: agent)
+    monkeypatch.setattr(
+        "fms_fsdp.run.stop.process_age_s", lambda pid=None: 3590.0 if pid == 7 else 10.0
+    )
+    assert bool(stepped(limits(tmp_path, exit_duration_in_mins=60), beginning())) is stops
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ SMALL = [
 ]
 
 
-OPTIONAL = ("tools", "hf", "generate", "samples", "distill", "models.gpt", "run.exports")
+OPTIONAL = ("tools", "hf", "generate", "samples", "distill", "models.gpt")
 OPTIONAL += tuple(f"parallel.{name}" for name in ("float8", "tensor", "context", "pipeline"))
 
 

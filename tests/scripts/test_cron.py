@@ -6,18 +6,16 @@ The commands of SLURM are scripts that record their calls.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.cli import ROOT
 
-SQUEUE = """\
-case "$*" in
-    *%l) echo 4:00:00 ;; *%P) echo gpu ;; *%a) echo lab ;; *%q) echo "(null)" ;;
-esac
-"""
+SQUEUE = "echo '4:00:00|gpu|lab|(null)'"
 AGAIN = "sbatch --parsable --time=4:00:00 --partition=gpu --account=lab --dependency=afterany:17"
 
 
@@ -29,11 +27,15 @@ def executable(path: Path, text: str) -> Path:
 
 
 def cron(
-    folder: Path, *arguments: str, sbatch: str = "echo 18", **environment: str
+    folder: Path,
+    *arguments: str,
+    sbatch: str = "echo 18",
+    squeue: str = SQUEUE,
+    **environment: str,
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """What the job gives, and the calls of SLURM that it makes."""
     calls = folder / "calls"
-    for name, more in {"sbatch": sbatch, "scancel": "", "squeue": SQUEUE, "sleep": ""}.items():
+    for name, more in {"sbatch": sbatch, "scancel": "", "squeue": squeue, "sleep": ""}.items():
         note = "" if name in ("squeue", "sleep") else f'echo "{name} $*" >>{calls}'
         executable(folder / "bin" / name, f"{note}\n{more}\n")
     settings = {
@@ -72,8 +74,20 @@ def test_failing_sbatch_is_tried_again(
     assert ("cannot be submitted" in ended.stderr) == (status == 1)
 
 
-def test_chain_ends_when_the_run_is_finished(tmp_path: Path) -> None:
-    ended, calls = cron(tmp_path, "5", "echo", "runs/x FINISHED step 7")
+def test_hanging_squeue_ends_no_chain(tmp_path: Path) -> None:
+    """It took all the time of the job, before the next one was submitted."""
+    executable(tmp_path / "bin" / "timeout", f'shift\nexec {shutil.which("timeout")} 0.2 "$@"\n')
+    sleep = f"exec {shutil.which('sleep')} 8"
+    began = time.monotonic()
+    ended, calls = cron(tmp_path, "30", "echo", "copied", squeue=sleep)
+    assert time.monotonic() - began < 8 and ended.stdout == "copied\n", ended.stderr
+    assert len(calls) == 1 and calls[0].startswith("sbatch --parsable --dependency=afterany:17")
+
+
+@pytest.mark.parametrize("submitted", ["18", "18;alpha"])  # the second: of several clusters
+def test_chain_ends_when_the_run_is_finished(tmp_path: Path, submitted: str) -> None:
+    sbatch = f"echo '{submitted}'"
+    ended, calls = cron(tmp_path, "5", "echo", "runs/x FINISHED step 7", sbatch=sbatch)
     assert ended.returncode == 0 and len(calls) == 2 and calls[1] == "scancel 18"
 
 

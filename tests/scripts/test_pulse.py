@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -116,6 +117,20 @@ def test_queue_decides_for_a_job(
     (folder / "slurm_job").write_text("123\n")  # as train.slurm leaves it, at the start of each job
     os.utime(folder / "slurm_job", (1, 1))
     assert pulse(folder, path=path) == (code, line)
+
+
+def test_hanging_squeue_is_not_awaited(folder: Path) -> None:
+    """With `timeout` of a fraction of a second in place of a minute."""
+    path = squeue(folder, "RUNNING None")
+    fake = folder.parent / "bin"
+    (fake / "squeue").write_text("#!/bin/bash\nexec sleep 60\n")
+    short = f'#!/bin/bash\nexec {shutil.which("timeout")} 0.2 "${{@:2}}"\n'
+    (fake / "timeout").write_text(short)
+    (fake / "timeout").chmod(0o755)
+    assert pulse(folder, "--job", "123", path=path) == (
+        4,
+        "UNKNOWN squeue does not answer within 60 s",
+    )
 
 
 def test_job_that_begins_is_not_stalled(folder: Path) -> None:
