@@ -120,7 +120,7 @@ class PrecisionConfig:
     min_loss_scale: float = logged_flag(
         1.0, above=0, max=2**64, advanced=True, needs="precision=fp16"
     )
-    """Minimum of a dynamic loss scale; an overflow at this scale ends the run."""
+    """Minimum of a dynamic loss scale; an overflow that would halve it further ends the run."""
 
     def __post_init__(self) -> None:
         named = self.named
