@@ -87,6 +87,8 @@ def test_batch_must_be_divisible_by_ranks(files: Files) -> None:
     match = r"--global_batch_size=12 must be divisible by 5 .*; use 10 or 15"
     with pytest.raises(ValueError, match=match):
         files.stream(12, 0, 5, seq_length=64)
+    with pytest.raises(ValueError, match=r"--global_batch_size=2 .* divisible by 4 .*; use 4$"):
+        files.stream(2, 0, 4, seq_length=64)
 
 
 def test_sources_share_vocabulary_and_tokenizer(files: Files, tmp_path: Path) -> None:
