@@ -58,9 +58,11 @@ def sequences_of_rank(global_batch_size: int, dp_rank: int, dp_size: int) -> tup
     """
     num_sequences, rest = divmod(global_batch_size, dp_size)
     if rest:
+        larger = (num_sequences + 1) * dp_size
+        values = f"{num_sequences * dp_size} or {larger}" if num_sequences else str(larger)
         raise UserError(
             f"--global_batch_size={global_batch_size} must be divisible by {dp_size} (the "
-            f"data-parallel size); use {max(1, num_sequences) * dp_size} or {(num_sequences + 1) * dp_size}"
+            f"data-parallel size); use {values}"
         )
     return dp_rank * num_sequences, (dp_rank + 1) * num_sequences
 

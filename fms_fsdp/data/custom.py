@@ -61,6 +61,10 @@ def load_builder(section: DataConfig) -> Callable[..., Stream]:
     kwargs = dict(item.split("=", 1) for item in section.data_kwargs)
 
     def checked_build(*args: Any, **settings: Any) -> CustomStream:
+        for key in sorted(settings.keys() & kwargs.keys()):
+            raise UserError(
+                f"--data_kwargs={key}={kwargs[key]} must not name an argument that the program passes; rename it"
+            )
         own = build(*args, **settings, **kwargs)
         missing = [method for method in REQUIRED if not callable(getattr(own, method, None))]
         if missing:

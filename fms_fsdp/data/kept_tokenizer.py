@@ -18,7 +18,7 @@ from typing import Any
 from fms_fsdp.data.corpus import SUFFIX
 from fms_fsdp.data.open_storage import open_storage
 from fms_fsdp.data.shards import Files
-from fms_fsdp.errors import MissingInput, UserError
+from fms_fsdp.errors import MissingInput, ReadFailed, UserError
 from fms_fsdp.files import safe_name, shown_name
 from fms_fsdp.tokenizers.load import load_tokenizer
 from fms_fsdp.tokenizers.tokenizer import (
@@ -169,6 +169,8 @@ def unk_warnings(files: Files, sources: Iterable[str]) -> list[str]:
         }
     except (ValueError, OSError, KeyError, TypeError, RecursionError):
         return []  # not written by this program
+    except ReadFailed:  # on rank 0 alone; no step needs the file
+        return []
     warnings = [unk_warning(name, fraction) for name, fraction in fractions.items()]
     return [warning for warning in warnings if warning]
 

@@ -274,6 +274,8 @@ class History:
         steps = range(step + 1, MAX_STEPS)
 
         def supplied(last: int) -> int:
+            if last <= self.phases[0].after:  # the data of the run begin later
+                return 0
             # `position` would count the sequences that are skipped just after the step.
             position = self.phase(last).supplied(last + 1)
             return sum(position[name] for name in names)

@@ -284,7 +284,7 @@ class SourceReader:
         raise TokenError(
             f"shard {self.source.paths[number]} has token {token} in document {document}, which must "
             f"be below --vocab_size={self.vocab_size}; raise --vocab_size to the size of the "
-            f"tokenizer, or {RESTORE}"
+            "tokenizer, or restore the shard"
         )
 
 

@@ -146,7 +146,6 @@ class TokenStream:
         skips = "" if self.section.use_dummy_dataset else self.section.skip_steps
         self._skips = parse_skips("skip_steps", skips)
         self._shards = Lru(SHARD_BYTES, self._open_shard)
-        self._windows = Lru(WINDOW_BYTES, self._make_window)
         self.readers: dict[str, SourceReader] = {}
         self.open_sources(self.corpus)
         self._masked = dict[int, int]()  # sequences of this rank by step that is not consumed
@@ -330,10 +329,10 @@ class TokenStream:
     def first_beyond(self, names: list[str], epochs: float, step: int, less: int = 0) -> int:
         """Finds the first step after `step` that reads beyond `epochs` epochs of the sources together.
 
-        The end is `less` sequences earlier than that of the epochs.
+        The end is `less` sequences earlier than that of the epochs, but not before the first sequence.
         """
         total = sum(round(epochs * self.order.sources[name].num_sequences) for name in names)
-        return self.order.history.first_step_beyond(names, total - less, step)
+        return self.order.history.first_step_beyond(names, max(total - less, 0), step)
 
     @property
     def num_masked_rows(self) -> int:
@@ -395,6 +394,8 @@ class TokenStream:
         """
         self._drop_ahead()
         self._masked.clear()
+        # Windows of the same number differ if the sources now have another number of logical shards.
+        self._windows = Lru(WINDOW_BYTES, self._make_window)
         history, changes = history.extend(step, self._wanted, self._skips)
         section = self.section
         quotas = self._wanted.quotas

@@ -18,6 +18,7 @@ from fms_fsdp.data.inspection import sources_without_labels
 from fms_fsdp.data.shards import ShardError
 from fms_fsdp.data.stream import Stream, TokenStream
 from fms_fsdp.distributed.axes import AXES, JOINED, ParallelDims
+from fms_fsdp.errors import ReadFailed
 from fms_fsdp.logs import log, log_for_files, log_note
 from fms_fsdp.models.flops import num_params
 from fms_fsdp.optim.schedules import DECAY_TO_END
@@ -451,7 +452,8 @@ def warn_of_missing_labels(stream: Stream) -> None:
     """Names the sources that have nearly no labels, by a few of their sequences."""
     if not isinstance(stream, TokenStream):
         return
-    with suppress(ShardError):  # the stream names the shard when it reaches it
+    # The stream names the shard or the storage when it reaches it, and then every rank ends.
+    with suppress(ShardError, ReadFailed):
         for name, fraction in sources_without_labels(stream):
             log.warning(
                 "source %s: %.1f %% of its tokens are labels, and a step without labels changes "

@@ -32,11 +32,15 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     path = Path(name).expanduser()
     described = path / "meta" / "tokenizer.json"  # of an output of `prepare`
     if described.is_file():
-        kind = read_json_object(described).get("kind")
+        description = read_json_object(described)
+        kind = description.get("kind")
         if kind == "byte":
             return ByteTokenizer()
         file = path / FILE_NAMES.get(str(kind), "")
-        path = file if file.is_file() else path
+        if file.is_file():
+            path = file
+            # A sentencepiece model does not record the --eos_token that replaced its own.
+            eos_token = eos_token or str(description.get("eos_token") or "")
     if path.is_dir():
         names = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
         if not is_installed("tokenizers"):

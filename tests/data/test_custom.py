@@ -9,6 +9,7 @@ import pytest
 from fms_fsdp.config import DataConfig
 from fms_fsdp.data.custom import load_builder
 from fms_fsdp.data.stream import Stream
+from fms_fsdp.errors import UserError
 
 SETTINGS: dict[str, Any] = {
     "seed": 1,
@@ -43,6 +44,15 @@ def test_custom_stream_gets_the_other_methods() -> None:
     assert (stream.batch_at(1), stream.last_step) == (None, None)
     assert (stream.num_masked_rows, stream.consumption()) == (0, {})
     stream.close()
+
+
+def test_arguments_of_the_program_are_not_taken() -> None:
+    """It was a TypeError with a traceback."""
+    section = DataConfig(
+        dataset_builder="tests.data.custom_stream:build", data_kwargs=("stride=2", "seed=3")
+    )
+    with pytest.raises(UserError, match="^--data_kwargs=seed=3 must not name an argument .*rename"):
+        build(section)
 
 
 def test_stream_without_state_is_rejected() -> None:

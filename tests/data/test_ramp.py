@@ -125,6 +125,17 @@ def test_num_epochs_become_a_step(files: Files) -> None:
             assert ends[""] == end_of_epochs(stream, "", 1.0, 0)
 
 
+def test_num_epochs_may_end_with_the_first_step(files: Files) -> None:
+    """The error named --step=0, which no flag of a run sets."""
+    total = files.num_tokens("c") // 32
+    with files.stream(total, datasets=("c",), seq_length=32) as stream:
+        for first in (0, 5):  # 5: fresh data for a checkpoint
+            stream.begin_after(first)
+            for epochs in (1e-6, 0.01, 1.0):
+                assert end_of_epochs(stream, "c", epochs, first) == first + 1
+            assert end_of_epochs(stream, "c", 1.5, first) == first + 2
+
+
 def test_num_epochs_are_parsed() -> None:
     assert section(num_epochs="-1", num_steps=3).epochs() is None
     assert section(num_epochs="web/en:1.5").epochs() == ("web/en", 1.5)

@@ -114,6 +114,17 @@ def test_resume_at_every_step_and_world_size(files: Files) -> None:
         s.next_batch()
 
 
+def test_resume_forgets_windows_read_before(files: Files) -> None:
+    """Their numbers are those of the flags; the checkpoint has other logical shards."""
+    first = files.stream(4, seq_length=8, datasets=("web",), logical_shards=2)
+    with files.stream(4, seq_length=8, datasets=("web",), logical_shards=8) as resumed:
+        for step in range(1, 20):
+            resumed.batch_at(step)
+        assert resumed.load_state_dict(first.state_dict(), 0) == []
+        for step in range(1, 20):
+            assert same(resumed.batch_at(step), first.batch_at(step)), step
+
+
 def keys(s: TokenStream, first: int, last: int) -> list[tuple[str, int]]:
     return [(a.source, a.n) for step in range(first, last + 1) for a in s.order.addresses(step)]
 

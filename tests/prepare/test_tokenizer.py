@@ -171,6 +171,8 @@ def test_new_eos_token_is_kept_with_the_shards(tmp_path: Path, model: bytes) -> 
     assert main(["prepare", f"a={tmp_path}/x.txt", *flags, *again]) == 0
     kept = find_tokenizer(str(out))
     assert kept is not None and kept.vocabulary.eos_id == 1
+    # As `--tokenizer=OUT` of another prepare or convert, it ended documents with the model's own.
+    assert load_tokenizer(str(out)).vocabulary == kept.vocabulary
     assert (out / "meta/chat.json").exists()
     assert main(["prepare", f"b={tmp_path}/x.txt", *flags]) == 0
 

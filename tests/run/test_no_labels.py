@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
 
 from fms_fsdp.__main__ import main
+from fms_fsdp.data.kept_tokenizer import unk_warnings
+from fms_fsdp.data.storage import Storage
+from fms_fsdp.errors import read_failed
+from fms_fsdp.run.startup_log import warn_of_missing_labels
 from tests.cli import TINY, metrics, trained
-from tests.data.corpora import SEP, write_corpus
+from tests.data.corpora import SEP, Files, write_corpus, write_lists
 
 
 def test_source_without_labels_is_named_at_start(tmp_path: Path) -> None:
@@ -24,6 +32,24 @@ def test_source_without_labels_is_named_at_start(tmp_path: Path) -> None:
     assert "has no labels; it changed nothing. Data fingerprint" in output
     assert json.loads((out / "status.json").read_text())["status"] == "finished"
     assert metrics(out)
+
+
+def test_failed_reads_do_not_end_rank_0_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks, which do not read these files, waited for it."""
+
+    def failing(*args: object) -> NoReturn:
+        raise read_failed("a", "Input/output error")
+
+    files = Files(tmp_path)
+    write_lists(tmp_path / "a/s.arrow", [np.arange(10, 60)] * 50, dtype="uint32", has_masks="true")
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/summary.json").write_text("{}")
+    with files.stream(2, seq_length=16) as stream:
+        monkeypatch.setattr(Storage, "read", failing)
+        warn_of_missing_labels(stream)
+        assert unk_warnings(stream.corpus.storage, ["a"]) == []
 
 
 def test_hidden_shards_are_named_at_start(tmp_path: Path) -> None:
