@@ -16,7 +16,6 @@ ours by `evaluate`. Without --nanogpt, only ours is trained. nanoGPT's prepare.p
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ from result_file import about_machine, parser_of, write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = 64  # characters of context
-MAX_BLOCKS = 10_000
+MAX_BLOCKS = 10_000  # more than the text has: an evaluation reads at most one epoch
 # The command of nanoGPT's README "I only have a macbook (or other cheap computer)". The last checkpoint is
 # saved even if an earlier one was better, as ours is.
 NANOGPT = (
@@ -38,7 +37,7 @@ NANOGPT = (
     " --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"
     " --always_save_checkpoint=True"
 ).split()
-# Runs in nanoGPT's folder; prints parameters and validation loss.
+# Runs in nanoGPT's folder; prints the step of the checkpoint, parameters and validation loss.
 EVALUATE_NANOGPT = f"""
 import numpy, torch
 from model import GPT, GPTConfig
@@ -51,7 +50,8 @@ inputs = tokens[: num_blocks * {BLOCK}].view(-1, {BLOCK})
 labels = tokens[1 : num_blocks * {BLOCK} + 1].view(-1, {BLOCK})
 with torch.no_grad():
     total = sum(model(x, y)[1].item() * len(x) for x, y in zip(inputs.split(12), labels.split(12)))
-print(sum(each.numel() for each in model.parameters()), total / num_blocks)
+num_params = sum(each.numel() for each in model.parameters())
+print(saved["iter_num"], num_params, total / num_blocks)
 """
 
 
@@ -115,7 +115,6 @@ def train_ours(data: Path, output: Path, num_steps: int, seed: int) -> dict[str,
     preset = ["--config=shakespeare", f"--data_path={data}", f"--output_dir={output}"]
     settings = [f"--num_steps={num_steps}", f"--seed={seed}"]
     seconds, _ = run(["main_training.py", *preset, *settings], ROOT)
-    # More steps than the text has blocks: an evaluation reads at most one epoch.
     command = ["-m", "fms_fsdp", "evaluate", f"--path={output}", "--json=True", "--batch_size=1"]
     _, answer = run([*command, f"--eval_steps={MAX_BLOCKS}"], ROOT)
     config = json.loads((output / "config.json").read_text(encoding="utf-8"))
@@ -141,10 +140,11 @@ def train_nanogpt(copy: Path, num_steps: int) -> dict[str, Any]:
     length = [f"--max_iters={num_steps}", f"--lr_decay_iters={num_steps}"]
     seconds, _ = run([*NANOGPT, *length], copy)
     _, answer = run(["-c", EVALUATE_NANOGPT], copy)
-    num_params, val_loss = answer.split()[-2:]
+    step, num_params, val_loss = answer.split()[-3:]
+    if int(step) != num_steps:  # it saves after 250, 500, … steps
+        raise SystemExit(f"error: nanoGPT's checkpoint is of step {step}; set --num_steps={step}")
     return {"parameters": int(num_params), "val_loss": float(val_loss), "seconds": seconds}
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = str(ROOT)
     main()

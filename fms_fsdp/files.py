@@ -308,7 +308,11 @@ def write_folder(path: Path) -> Iterator[Path]:
 
 def _sync_tree(root: Path) -> None:
     """Waits until the files below a folder, and their names, are on disk."""
-    for folder, _, names in os.walk(root):
+
+    def fail(error: OSError) -> None:
+        raise error  # os.walk would leave the folder out
+
+    for folder, _, names in os.walk(root, onerror=fail):
         for name in names:
             path = Path(folder, name)
             with open(path, "rb") as file:

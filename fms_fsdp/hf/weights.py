@@ -29,7 +29,7 @@ from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import gather_objects
 from fms_fsdp.errors import UserError
-from fms_fsdp.files import free_bytes, read_json_object, sync_to_disk
+from fms_fsdp.files import free_bytes, read_json_object
 from fms_fsdp.hf.families import find_family, read_config
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
@@ -501,5 +501,3 @@ def _write_safetensors(
             weight = weight.to(dtype).contiguous()
             check_finite(name, weight, f"it overflows in {dtype}; use another --dtype")
             file.write(weight.view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        sync_to_disk(file.fileno(), path)

@@ -57,9 +57,9 @@ def find_utilization(run: RunConfig, device: torch.device) -> Utilization:
     if cfg.log.peak_tflops is not None:
         peak_flops = cfg.log.peak_tflops * 1e12
     elif device.type == "cuda":
-        from fms_fsdp.predict.devices import peak_bf16_flops
+        from fms_fsdp.predict.devices import peak_16bit_flops
 
-        peak_flops = peak_bf16_flops(torch.cuda.get_device_name(device))
+        peak_flops = peak_16bit_flops(torch.cuda.get_device_name(device))
     flops = flops_per_token(model, seq_length)
     matmul = matmul_flops_per_token(model, seq_length)
     return Utilization(flops, matmul, flops + recomputed, peak_flops)

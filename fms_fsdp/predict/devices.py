@@ -152,12 +152,10 @@ def known_device(gpu: str, memory_bytes: int) -> Device | None:
     return min(found, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
 
 
-def peak_bf16_flops(gpu: str) -> float | None:
+def peak_16bit_flops(gpu: str) -> float | None:
     """Returns the dense FLOP/s of the GPU that the driver calls `gpu`; None if it is unknown.
 
-    They are those of fp16 for a GPU without bf16.
-
-    The peak of a MIG slice is unknown: its name does not contain its part of the multiprocessors.
+    They are those of bf16, or of fp16 for a GPU without bf16. The peak of a MIG slice is unknown: its name does not contain its part of the multiprocessors.
     """
     if " MIG " in gpu:
         return None

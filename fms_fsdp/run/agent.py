@@ -45,6 +45,16 @@ def agent_pid() -> int:
         return 0
 
 
+def launch_pid() -> int:
+    """Returns the process with which the launch began: torchrun's agent, which outlives ranks that it
+    starts again, or else this process.
+
+    Raises:
+        OSError: as `agent_pid`.
+    """
+    return agent_pid() or os.getpid()
+
+
 def _parent(pid: int) -> int:
     # The name of the program is in parentheses, and may contain spaces and parentheses.
     # The system cuts it after 15 bytes, maybe within a character.

@@ -94,9 +94,9 @@ class CheckpointManager:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if torch.cuda.is_available():  # a new thread would use the first GPU
             self._pool.submit(torch.cuda.set_device, torch.cuda.current_device())
-        else:
+        else:  # there the steps need the cores; with a GPU they fill its host copies
             self._pool.submit(_use_one_openmp_thread).result()
-            torch.set_num_threads(torch.get_num_threads())  # of threads that start later
+            torch.set_num_threads(torch.get_num_threads())  # again the default of later threads
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized():
             timeout = timedelta(seconds=SAVE_TIMEOUT_S)
@@ -369,7 +369,7 @@ def _use_one_openmp_thread() -> None:
     """Lets parallel operations of this thread run on it alone.
 
     Otherwise there would be more OpenMP threads than cores. None of them spins then while it waits,
-    and a step of a small model takes twice as long (benchmarks/LOG.md).
+    and a step of a small model takes almost twice as long (benchmarks/LOG.md).
     """
     torch.get_num_threads()  # initializes the thread, which would otherwise undo the next line
     torch.set_num_threads(1)

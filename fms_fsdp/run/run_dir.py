@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 from fms_fsdp.errors import UserError, is_storage_failure
 from fms_fsdp.files import UNSUPPORTED, exists, is_folder, read_json, try_lock, write_atomically
 from fms_fsdp.process import process_age_s
-from fms_fsdp.run.agent import agent_pid
+from fms_fsdp.run.agent import launch_pid
 
 if TYPE_CHECKING:
     from fms_fsdp.config import TrainConfig
@@ -83,8 +83,7 @@ class RunDir:
             )
         self.rename_own(corrupt, "damaged")
         now = time.time()
-        # torchrun outlives ranks that it starts again: a STOP for the launch is for these too.
-        began = now - process_age_s(agent_pid() or None)
+        began = now - process_age_s(launch_pid())
         if exists(self.stop_file) and not began <= self.stop_file.stat().st_mtime <= now + 1:
             self.stop_file.unlink(missing_ok=True)  # for an earlier launch, or from the future
         names = [re.fullmatch(r"config\.(\d+)\.json", path.name) for path in self.folder.iterdir()]

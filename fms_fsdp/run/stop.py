@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.process import process_age_s
-from fms_fsdp.run.agent import agent_pid
+from fms_fsdp.run.agent import agent_pid, launch_pid
 from fms_fsdp.run.status import RESUME_ME, RunStatus
 
 if TYPE_CHECKING:
@@ -130,8 +130,7 @@ class StopControl:
         self.signals = signals
         self.is_main = is_main
         self.eval_interval = cfg.eval.eval_interval
-        # torchrun outlives ranks that it starts again: the launch began with it.
-        self._first_pid = agent_pid() or os.getpid()
+        self._launch_pid = launch_pid()
         self.save_s = 0.0
         self.eval_s = 0.0
         self._longest_eval_s = 0.0
@@ -260,7 +259,7 @@ class StopControl:
         """Yields the seconds left by each clock, and the reason when they are too few."""
         minutes = self.cfg.exit_duration_in_mins
         if minutes:
-            left = 60 * minutes - process_age_s(self._first_pid)
+            left = 60 * minutes - process_age_s(self._launch_pid)
             yield left, f"--exit_duration_in_mins={minutes:g} is nearly over"
         end = job_end()
         if end is not None:

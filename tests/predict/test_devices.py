@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fms_fsdp.errors import UserError
-from fms_fsdp.predict.devices import find_device, known_device, peak_bf16_flops
+from fms_fsdp.predict.devices import find_device, known_device, peak_16bit_flops
 
 OWN = """
 [mine]
@@ -54,7 +54,7 @@ def own(tmp_path: Path) -> Path:
     ],
 )
 def test_peak_is_known_by_the_name(gpu: str, tflops: float | None) -> None:
-    assert peak_bf16_flops(gpu) == (None if tflops is None else tflops * 1e12)
+    assert peak_16bit_flops(gpu) == (None if tflops is None else tflops * 1e12)
 
 
 @pytest.mark.parametrize("name", ["a100_80gb", "h100_96gb_500w", "h100_pcie", "gh200", "mi300x"])
@@ -94,7 +94,7 @@ def test_an_unknown_device_lists_the_known_ones() -> None:
 
 
 def test_mfu_of_a_gpu_without_bf16_is_by_the_peak_of_fp16() -> None:
-    assert peak_bf16_flops("Tesla T4") == 65e12
+    assert peak_16bit_flops("Tesla T4") == 65e12
     with pytest.raises(UserError, match="no matmuls in bf16, .* set --precision=fp16, or"):
         find_device("t4").peak("bf16")
 

@@ -94,7 +94,7 @@ def test_duration_counts_from_start_of_torchrun(
 ) -> None:
     """Each restart of the ranks began the time again: the scheduler killed the launch, which had not saved."""
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setattr("fms_fsdp.run.stop.agent_pid", lambda: agent)
+    monkeypatch.setattr("fms_fsdp.run.agent.agent_pid", lambda: agent)
     monkeypatch.setattr(
         "fms_fsdp.run.stop.process_age_s", lambda pid=None: 3590.0 if pid == 7 else 10.0
     )

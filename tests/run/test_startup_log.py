@@ -132,6 +132,13 @@ def test_speed_is_unknown_where_it_is_not_predicted(flags: dict[str, Any], line:
     assert found.startswith(line)
 
 
+def test_speed_in_bf16_is_unknown_for_a_gpu_without_it() -> None:
+    gpu = machine("cuda", memory={"cuda": 2**34, "cpu": 2**40}, device_name="Tesla V100-SXM2-32GB")
+    run = resolved(TrainConfig(), dims=ParallelDims("fsdp"), precision=BF16, device="cuda")
+    expected = ["speed: unknown in bf16 for v100_16gb"]
+    assert list(describe_prediction(run, MemoryBudget(gpu))) == expected
+
+
 def test_advice_is_given_where_a_run_was_hardly_meant(tmp_path: Path) -> None:
     files = write_corpus(tmp_path, {"web": [30_000], "code": [1_500_000]})
     stream = files.stream(4, seq_length=32, datasets=("web", "code"), weights=(3, 1))
