@@ -10,6 +10,8 @@ The parts and their unit, of which each size has as many:
     slices     100 slices of prepare: what the parent process does for them
     documents  100,000 documents: memory of prepare --dedup
     sources    sources of a training of 20 steps: bytes of a report
+    latency    (not by default) checkpoints of a run, and sources of 10 files: calls of the file system, each of
+               which strace delays by 5 ms as a network might; requires strace, and the right to trace
 
 A column of the printed tables is a size, and the last one the exponent of the growth: 0 is constant, 1 linear,
 2 quadratic. CPU seconds count one process. Each measurement is a process of its own.
@@ -24,6 +26,7 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -47,8 +50,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from fms_fsdp.checkpoint.io import collect_tensors, write_checkpoint
+from fms_fsdp.checkpoint.folders import CompleteCheckpoints, checkpoint_steps, find_checkpoint
+from fms_fsdp.checkpoint.io import collect_tensors, load_checkpoint, write_checkpoint
 from fms_fsdp.checkpoint.plans import SavePlans
+from fms_fsdp.checkpoint.retention import KeepPolicy
 from fms_fsdp.config import FP32, DataConfig, OptimConfig, ParallelConfig, TrainingConfig
 from fms_fsdp.console import table
 from fms_fsdp.data.corpus import open_corpus
@@ -68,6 +73,7 @@ from fms_fsdp.prepare.documents import TextFormat
 from fms_fsdp.prepare.input_files import Slice
 from fms_fsdp.prepare.prepare_flags import ShardsConfig
 from fms_fsdp.prepare.writer import PreparedSource, ShardInfo, SliceResult, Stats
+from fms_fsdp.run.checkpoints import delete_old
 from fms_fsdp.state import TrainMetadata
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,6 +84,8 @@ TIMEOUT = timedelta(minutes=10)
 FILES, FILES_PER_SOURCE = 1000, 100
 SLICES = 100
 DOCUMENTS = 100_000
+SLOW_CALLS = "%file,getdents64,fsync,fdatasync"
+DELAY_US = 5000
 Values = dict[str, float]
 
 
@@ -215,19 +223,7 @@ def plan_of_rank(plan: SavePlan, rank: int, size: int) -> SavePlan:
 def measure_files(size: int, folder: Path, flags: Any) -> Values:
     """Lists and opens 1,000 files times `size`."""
     num_files = FILES * size
-    rows = ["dataset/filename,documents,tokens"]
-    for number in range(num_files):
-        if number % FILES == 0:  # a file has at most 65,000 hard links
-            one = folder / f".shard-{number}.arrow"
-            num_tokens = write_shard(one)
-        source = f"source-{number // FILES_PER_SOURCE:05d}"
-        path = folder / source / f"shard-{number:07d}.arrow"
-        if number % FILES_PER_SOURCE == 0:
-            path.parent.mkdir()
-        os.link(one, path)
-        rows.append(f"{source}/{path.name},1,{num_tokens}")
-    (folder / "meta").mkdir()
-    (folder / "meta" / "counts.csv").write_text("\n".join(rows), encoding="utf-8")
+    write_corpus(folder, num_files, FILES_PER_SOURCE)
     values = Values()
     with cpu_time(values, "listing, CPU s"):
         storage = Storage(str(folder))
@@ -238,6 +234,23 @@ def measure_files(size: int, folder: Path, flags: Any) -> Values:
     values["sent to each rank, MB"] = len(pickle.dumps(corpus)) / 1e6
     values["peak, MiB"] = peak_mib()
     return values
+
+
+def write_corpus(folder: Path, num_files: int, files_per_source: int) -> None:
+    """Writes shards of one document, which are links to few files, and their counts."""
+    rows = ["dataset/filename,documents,tokens"]
+    for number in range(num_files):
+        if number % FILES == 0:  # a file has at most 65,000 hard links
+            one = folder / f".shard-{number}.arrow"
+            num_tokens = write_shard(one)
+        source = f"source-{number // files_per_source:05d}"
+        path = folder / source / f"shard-{number:07d}.arrow"
+        if number % files_per_source == 0:
+            path.parent.mkdir()
+        os.link(one, path)
+        rows.append(f"{source}/{path.name},1,{num_tokens}")
+    (folder / "meta").mkdir()
+    (folder / "meta" / "counts.csv").write_text("\n".join(rows), encoding="utf-8")
 
 
 def write_shard(path: Path, num_tokens: int = 1000) -> int:
@@ -313,6 +326,70 @@ def measure_sources(size: int, folder: Path, flags: Any) -> Values:
     return {"a report, KB": sum(map(len, reports)) / len(reports) / 1e3}
 
 
+# --- a file system over a network ---
+
+
+@contextmanager
+def slow_files(values: Values, name: str) -> Iterator[None]:
+    """Delays each call that names or lists a file, or syncs one; adds their number, and the seconds."""
+    command = ["strace", "-f", "-e", f"trace={SLOW_CALLS}"]
+    command += ["-e", f"inject={SLOW_CALLS}:delay_enter={DELAY_US}"]
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as calls:
+        command += ["-o", calls.name, "-p", f"{os.getpid()}"]
+        tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert tracer.stderr is not None
+        answer = tracer.stderr.readline()
+        if "attached" not in answer:
+            raise RuntimeError(f"strace cannot trace this process: {answer}")
+        begin = time.perf_counter()
+        yield
+        values[f"{name}, s"] = time.perf_counter() - begin
+        tracer.send_signal(signal.SIGINT)
+        tracer.wait()
+        # A call that another thread interrupts has two lines, of which the second is "resumed".
+        lines = [line for line in calls if "(" in line and " resumed>" not in line]
+        values[f"{name}, calls"] = len(lines)
+
+
+def measure_latency(size: int, folder: Path, flags: Any) -> Values:
+    """Chooses among `size` checkpoints, loads, saves and deletes one; lists and opens the data."""
+    config = TransformerConfig(2, 128, 128, 1, 1, 256, max_seq_len=16)
+    alone = Mesh(ParallelDims("none"), 0, "cpu")
+    section = ParallelConfig(use_torch_compile=False)
+    model = parallelize(config, section, alone, device=torch.device("cpu"), precision=FP32, seed=1)
+    optimizers = build_optimizers(OptimConfig(), model, FP32)
+    tensors = collect_tensors(model, optimizers)
+    plans = SavePlans()
+    root = folder / "checkpoints"
+    for step in range(1, size + 1):
+        write_checkpoint(tensors, root, TrainMetadata(step), plans=plans)
+    corpus = folder / "data"
+    corpus.mkdir()
+    write_corpus(corpus, 10 * size, 10)
+    data = DataConfig(data_path=str(corpus), seq_length=64)
+    complete = CompleteCheckpoints()
+    for step in checkpoint_steps(root):  # as a run that wrote them knows them
+        complete.read(root / f"step_{step}")
+
+    values = Values()
+    with slow_files(values, "choosing the newest"):
+        newest = find_checkpoint(root)
+    assert newest is not None
+    with slow_files(values, "loading it"):
+        load_checkpoint(newest.folder, model, optimizers, is_alone=True)
+    with slow_files(values, "a save"):
+        write_checkpoint(tensors, root, TrainMetadata(size + 1), plans=plans)
+    with slow_files(values, "deleting the oldest"):
+        steps = checkpoint_steps(root)
+        delete_old(root, steps, KeepPolicy(last=size), None, complete)
+    with slow_files(values, "listing the data"):
+        storage = Storage(data.data_path)
+        assert len(storage.sizes) == 10 * size + 1  # and meta/counts.csv
+    with slow_files(values, "opening the data"):
+        open_corpus(data, storage)
+    return values
+
+
 PARTS: Mapping[str, Callable[[int, Path, Any], Values]] = {
     "ranks": measure_ranks,
     "shards": measure_shards,
@@ -320,7 +397,9 @@ PARTS: Mapping[str, Callable[[int, Path, Any], Values]] = {
     "slices": measure_slices,
     "documents": measure_documents,
     "sources": measure_sources,
+    "latency": measure_latency,
 }
+BY_DEFAULT = [part for part in PARTS if part != "latency"]
 
 
 def measure(part: str, size: int, flags: Any) -> Values:
@@ -342,7 +421,7 @@ def exponent(sizes: Sequence[int], values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = parser_of(
-        __doc__, sizes="8,32,128", parts=",".join(PARTS), variant="llama3_70b", layers=8
+        __doc__, sizes="8,32,128", parts=",".join(BY_DEFAULT), variant="llama3_70b", layers=8
     )
     flags = parser.parse_args()
     sizes = sorted(int(size) for size in flags.sizes.split(","))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,24 @@ def test_scale_measures_each_part_at_each_size(tmp_path: Path) -> None:
         assert found["1"].keys() == found["2"].keys() and f"\n{part} " in f"\n{done.stdout}", part
         assert all(value > 0 for value in found["2"].values()), part
     assert parts["documents"]["2"]["bytes per document"] < 60
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="requires strace")
+@pytest.mark.slow
+def test_scale_counts_calls_of_the_file_system(tmp_path: Path) -> None:
+    script = "benchmarks/bench_scale.py --sizes=1,3 --parts=latency"
+    command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if "strace cannot trace" in done.stderr:
+        pytest.skip("this machine forbids to trace a process")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "r.json").read_text())["parts"]["latency"]
+    for name, calls in found["3"].items():
+        if name.endswith(", calls"):
+            assert calls > 0, name
+            seconds = found["3"][name.replace(", calls", ", s")]
+            assert seconds >= 0.005, name  # of one call
+    assert found["1"]["a save, calls"] == found["3"]["a save, calls"]
 
 
 @pytest.mark.slow

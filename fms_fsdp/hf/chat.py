@@ -114,7 +114,10 @@ def read_chat_settings(folder: Path) -> ChatSettings:
     template = _content(folder / "chat_template.json").get("chat_template") or template
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        template = jinja.read_text(encoding="utf-8")
+        try:
+            template = jinja.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{jinja} must be UTF-8 text; convert or remove it") from None
     if not isinstance(template, str | list | None):
         raise UserError(
             f"{folder}: chat_template={shown(str(template)[:99])} must be text; correct or remove "

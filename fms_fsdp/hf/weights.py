@@ -28,7 +28,7 @@ from fms_fsdp.config.values import format_bytes, shown
 from fms_fsdp.distributed.dtensor import local_shard, shard_slices
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.distributed.runtime import gather_objects
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import ReadFailed, UserError, checking_input, raise_first
 from fms_fsdp.files import free_bytes, read_json_object
 from fms_fsdp.hf.families import find_family, read_config
 from fms_fsdp.models.build import build_model
@@ -371,14 +371,21 @@ def load_weights(
     """Fills the model from a Hugging Face checkpoint, each rank its shards (collective).
 
     Raises:
-        UserError: a rank cannot read the checkpoint; the same error on every rank.
+        UserError: a rank cannot use the checkpoint; the same error on every rank.
+        ReadFailed: a rank cannot read a file; the same error on every rank.
     """
     problem = ""
+    failure: ReadFailed | None = None
     try:
-        fill(model, open_checkpoint(folder, flag))
+        with checking_input():
+            fill(model, open_checkpoint(folder, flag))
+    except ReadFailed as error:
+        failure = error
     except ValueError as error:
         problem = str(error)
-    problems = [each for each in gather_objects(problem) if each]
+    found = gather_objects((problem, failure))
+    raise_first([each for _, each in found])
+    problems = [each for each, _ in found if each]
     if problems:
         raise UserError(problems[0])
 

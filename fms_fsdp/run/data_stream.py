@@ -60,12 +60,19 @@ def open_stream(
 
 def check_length(run: RunConfig, stream: Stream) -> None:
     """Raises UserError if the run is longer than --max_epochs allows."""
-    if stream.last_step is not None and run.num_steps > stream.last_step:
-        raise UserError(
-            f"--num_steps={run.num_steps} exceeds {stream.last_step}, the last step that "
-            f"--max_epochs={run.config.data.max_epochs:g} leaves the shortest source; lower "
-            "--num_steps or raise --max_epochs"
-        )
+    if stream.last_step is None or run.num_steps <= stream.last_step:
+        return
+    section = run.config.training
+    flags = ("num_steps", "num_tokens", "num_samples", "num_epochs")
+    length = next((name for name in flags if getattr(section, name)), "num_steps")
+    given = f"--{length}={getattr(section, length) or run.num_steps}"
+    if length != "num_steps":
+        given += f" ({run.num_steps} steps)"
+    raise UserError(
+        f"{given} exceeds {stream.last_step}, the last step that "
+        f"--max_epochs={run.config.data.max_epochs:g} leaves the shortest source; lower "
+        f"--{length} or raise --max_epochs"
+    )
 
 
 def check_failed_step(stream: Stream, step: int | None, start: int) -> None:

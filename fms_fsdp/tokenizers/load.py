@@ -17,6 +17,9 @@ from fms_fsdp.tokenizers.tokenizer import (
     Tokenizer,
 )
 
+# Files that belong to the one that names a tokenizer.
+_BESIDE = ("tokenizer_config.json", "merges.txt", "added_tokens.json", "special_tokens_map.json")
+
 
 def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     """Returns the tokenizer `byte`, or the one of a file or folder. An unchanged file is read once.
@@ -54,7 +57,7 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
             f"--tokenizer ({name}) does not exist; set it to byte or a model file, or use --train_tokenizer"
         )
     digest = hashlib.sha256()
-    for file in (path, path.with_name("tokenizer_config.json"), path.with_name("merges.txt")):
+    for file in (path, *(path.with_name(each) for each in _BESIDE)):
         digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"-")
     return _load(path, name, eos_token, digest.hexdigest())
 

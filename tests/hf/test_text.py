@@ -153,6 +153,9 @@ def test_malformed_chat_settings_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 5}')
     with pytest.raises(UserError, match="chat_template=5 must be text; correct or remove it"):
         read_chat_settings(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes("é".encode("latin-1"))
+    with pytest.raises(UserError, match="chat_template.jinja must be UTF-8 text; convert"):
+        read_chat_settings(tmp_path)
 
 
 def test_bos_of_shards_is_recorded(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ import fms_fsdp
 from fms_fsdp.config import FP32, ModelConfig, ParallelConfig, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import ReadFailed, UserError
+from fms_fsdp.hf import weights
 from fms_fsdp.hf.weights import load_weights
+from fms_fsdp.models.build import build_model
 from fms_fsdp.models.init import clean_name
 from fms_fsdp.models.variants import resolve_model
 from fms_fsdp.parallel import parallelize as parallelize_module
@@ -75,6 +79,28 @@ def test_sharded_weights_are_bit_equal(folders: Path) -> None:
                 assert weight.shape[0] == 384 and not weight[333:].any()
                 mean = known.double().mean(0).float()
                 assert (weight[300:333] - mean).abs().max() <= 1e-9, name
+
+
+def error_of_bad_disk(path: str) -> str:
+    """The error of a rank, if the second one's disk does not answer."""
+
+    def read_badly(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", f"{path}/model.safetensors")
+
+    rank = dist.get_rank()
+    mesh = Mesh(ParallelDims("fsdp", 1, 2), rank, "cpu")
+    model = build_model(resolve_model(ModelConfig(init_from_hf=path), seq_length=32))
+    fill = read_badly if rank == 1 else weights.fill
+    with patch.object(weights, "fill", fill), pytest.raises(ReadFailed) as caught:
+        load_weights(Path(path), model, mesh)
+    return str(caught.value)
+
+
+def test_bad_disk_of_one_rank_ends_every_rank_alike(folders: Path) -> None:
+    path = str(folders / "llama")
+    first, second = run_ranks(error_of_bad_disk, 2, path)
+    assert first == second
+    assert first.startswith(f"rank 1: {path}/model.safetensors cannot be read: Input/output error;")
 
 
 def forbid_init() -> None:
