@@ -159,6 +159,7 @@ def _megatron(found: Translation) -> None:
         found.flags.pop("_vocab_multiple", None)
         rows = found.number_of("pad_vocab_size_to")
         found.assign("vocab_multiple_of", rows, "pad_vocab_size_to")
+    _set_document_mask(found)
     hidden = found.get("hidden_size")
     if hidden and not found.get("ffn_hidden_size"):
         width = 4 * hidden
@@ -172,6 +173,21 @@ def _megatron(found: Translation) -> None:
         found.drop("rampup_batch_size", "no effect")
     if found.get("num_samples"):
         _keep_full_steps(found)
+
+
+def _set_document_mask(found: Translation) -> None:
+    """Sets `document_mask`, which both masks attention and restarts positions.
+
+    Only learned positions read the position ids; rope and alibi depend on distances alone.
+    """
+    masks = found.given("reset_attention_mask") == "true"
+    restarts = found.given("reset_position_ids") == "true"
+    if masks == restarts:
+        return
+    if found.get("pos_emb") == "learned":
+        found.drop("document_mask", "changes")
+    elif restarts:
+        found.drop("document_mask", "no effect")
 
 
 def _keep_full_steps(found: Translation) -> None:
@@ -213,6 +229,34 @@ def _nxd(found: Translation) -> None:
     elif found.given("trainer.devices") and "num_devices" not in found.doubtful:
         devices = found.number_of("trainer.devices") * found.number_of("trainer.num_nodes", 1)
         found.assign("_num_devices", devices, *names)
+    _set_nxd_decay(found)
+    if found.get("lr_schedule") in ("square", "annealing") and found.get("min_lr"):
+        # Its SquareAnnealing is cut off at the minimum; WarmupAnnealing depends on NeMo's version.
+        found.drop("lr_schedule", "changes")
+
+
+def _set_nxd_decay(found: Translation) -> None:
+    """Sets the weight decay and its parameters, which differ by the source of the model.
+
+    Models of Hugging Face have groups of parameters with a weight decay of 0.01, and since 1.5
+    `do_layer_norm_weight_decay` excludes the norms. Source: get_param_groups_by_weight_decay.
+    """
+    name = "model.do_layer_norm_weight_decay"
+    if found.given("model_source") != "hf":
+        is_adamw = found.given("model.optim.name").startswith("adamw")
+        if is_adamw and "model.optim.weight_decay" not in found.keys:
+            found.assign("weight_decay", 0.01)  # torch's
+        return
+    if found.number_of("model.optim.weight_decay", 0.01) != 0.01:
+        found.notes.append("its Hugging Face models decay by 0.01, whatever weight_decay says")
+    if "weight_decay" in found.flags:
+        found.flags["weight_decay"] = 0.01, ()
+        found.mark("no effect", "model.optim.weight_decay")
+    if "decay_norms" not in found.doubtful:
+        excludes_norms = found.given(name) == "true"
+        found.assign("decay_norms", not excludes_norms, name)
+        if excludes_norms:
+            found.notes.append(f"{name} excludes the norms since 1.5; before, they decay")
 
 
 def _torchtitan(found: Translation) -> None:

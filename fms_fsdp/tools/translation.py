@@ -306,6 +306,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were abs
     "text": str,
     "number": number,
     "not": is_off,
+    "plus_one": lambda value: number(value) + 1,
     "count": count,
     "positive": lambda value: number(value) if number(value) > 0 else None,
     "zero_if_negative": lambda value: max(0, number(value)),
