@@ -268,6 +268,10 @@ def _torchtitan(found: Translation) -> None:
     elif str(found.get("model_variant", "")).startswith("llama3_"):  # scaled since 0.2
         variant = found.get("model_variant").replace("llama3_", "llama3.1_")
         found.assign("model_variant", variant, "model_variant")
+    if older and found.get("model_variant") == "llama3.1_405b":
+        found.assign("rope_scaling", "linear:1", "model_variant")
+    elif not older and found.given("model.flavor") == "debugmodel":
+        found.assign("rope_scaling", "llama3:8", "model.flavor")
 
     shards = found.number_of("parallelism.data_parallel_shard_degree", -1)
     replicas = found.number_of("parallelism.data_parallel_replicate_degree", 1)

@@ -481,6 +481,12 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
         ("a.toml", TITAN + "compile = true", {"model_variant": "llama3_8b"}),
         (
             "a.toml",
+            TITAN.replace("8B", "405B") + "compile = true",
+            {"model_variant": "llama3.1_405b", "rope_scaling": "linear:1"},
+        ),
+        ("a.toml", TITAN.replace("8B", "debugmodel"), {"rope_scaling": "llama3:8"}),
+        (
+            "a.toml",
             TITAN + "[lr_scheduler]\nwarmup_steps = 300\ndecay_ratio = 0.8",
             {"lr_decay": "700"},
         ),
