@@ -171,6 +171,9 @@ def _megatron(found: Translation) -> None:
     ramp = found.get("rampup_batch_size")
     if ramp and ramp[0] >= found.get("global_batch_size", 2**62):  # it never rises
         found.drop("rampup_batch_size", "no effect")
+    whole = (str(found.get("num_steps")), f"{found.get('num_samples')}samples")
+    if found.get("lr_schedule") == "inverse_sqrt" and found.get("lr_decay", whole[0]) not in whole:
+        found.drop("lr_decay", "changes")  # its rate falls to the minimum there
     if found.get("num_samples"):
         _keep_full_steps(found)
 

@@ -153,6 +153,10 @@ class Translation:
         except UserError as error:
             raise unusable(self.keys[key], error) from None
 
+    def is_switch(self, key: str) -> bool:
+        """Returns whether `true` is a value of the key; otherwise an option lacks its value."""
+        return "true" in self.program.values.get(key, {})
+
     def get(self, name: str, default: Any = None) -> Any:
         return self.flags.get(name, (default, ()))[0]
 

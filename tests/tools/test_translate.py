@@ -616,6 +616,11 @@ def test_value_becomes_flags(tmp_path: Path, name: str, text: str, flags: dict[s
         ),
         ("a.yml", NEOX + "seed: !include x", {"seed": "undecided"}),
         ("", MEGATRON + "--reset-position-ids", {"reset_position_ids": "changes"}),
+        (
+            "",
+            MEGATRON + "--lr-decay-style inverse-square-root --lr-decay-iters 500",
+            {"lr_decay_iters": "changes"},
+        ),
         ("", MEGATRON + "--reset-attention-mask", {"reset_attention_mask": "changes"}),
         ("", MEGATRON + "--sgd-momentum 0.8", {"sgd_momentum": "changes"}),
         (
