@@ -64,9 +64,26 @@ def _upstream(found: Translation) -> None:
             "its cosine starts at step 0, this one after the warmup: halfway 0.550 and "
             f"{ours:.3f} of the peak"
         )
+    _set_upstream_start(found)
     if found.get("use_dummy_dataset"):
         for name in ("datasets", "weights", "sep_token"):
             found.flags.pop(name, None)
+
+
+def _set_upstream_start(found: Translation) -> None:
+    """Sets the start from another run, whose steps upstream does not count.
+
+    With both paths equal a run resumes from its own checkpoints, which needs no flag here.
+    """
+    if not found.get("ckpt_load_path"):
+        return
+    if found.get("ckpt_load_path").rstrip("/") == found.get("ckpt_save_path", "").rstrip("/"):
+        found.drop("ckpt_load_path", "no effect")
+        return
+    found.assign("load_model_only", True, "ckpt_load_path")
+    found.notes.append("from ckpt_load_path it loads the optimizer too, this one the weights alone")
+    if found.get("resuming_dataset"):
+        found.drop("resuming_dataset", "changes")
 
 
 def _neox(found: Translation) -> None:

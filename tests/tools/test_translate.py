@@ -560,6 +560,17 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
         ),
         # only the tokens of the dummy dataset depend on it
         ("", "x.py --model_variant=llama3_8b --vocab_size=32000", {"vocab_size": None}),
+        # a run that begins with another one's weights counts its steps from 0
+        (
+            "",
+            "x.py --model_variant=7b --ckpt_load_path=/old --ckpt_save_path=/new",
+            {"ckpt_load_path": "/old", "load_model_only": True},
+        ),
+        (
+            "",
+            "x.py --model_variant=7b --ckpt_load_path=/new --ckpt_save_path=/new/",
+            {"ckpt_load_path": None, "load_model_only": None},
+        ),
     ],
 )
 def test_value_becomes_flags(tmp_path: Path, name: str, text: str, flags: dict[str, Any]) -> None:
@@ -616,6 +627,11 @@ def test_value_becomes_flags(tmp_path: Path, name: str, text: str, flags: dict[s
         ),
         ("a.yml", NEOX + "seed: !include x", {"seed": "undecided"}),
         ("", MEGATRON + "--reset-position-ids", {"reset_position_ids": "changes"}),
+        (
+            "",
+            "x.py --model_variant=7b --ckpt_load_path=/old --resuming_dataset=True",
+            {"resuming_dataset": "changes"},
+        ),
         (
             "",
             MEGATRON + "--lr-decay-style inverse-square-root --lr-decay-iters 500",
