@@ -524,4 +524,11 @@ def clean_up(root: Path) -> Iterator[Path]:
 
 
 def folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Returns the bytes of the files that exist: a run may rename or delete some meanwhile."""
+    size = 0
+    with suppress(FileNotFoundError):  # of a folder
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                if path.is_file():
+                    size += path.stat().st_size
+    return size

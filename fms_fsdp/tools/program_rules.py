@@ -64,9 +64,26 @@ def _upstream(found: Translation) -> None:
             "its cosine starts at step 0, this one after the warmup: halfway 0.550 and "
             f"{ours:.3f} of the peak"
         )
+    _set_upstream_start(found)
     if found.get("use_dummy_dataset"):
         for name in ("datasets", "weights", "sep_token"):
             found.flags.pop(name, None)
+
+
+def _set_upstream_start(found: Translation) -> None:
+    """Sets the start from another run, whose steps upstream does not count.
+
+    With both paths equal a run resumes from its own checkpoints, which needs no flag here.
+    """
+    if not found.get("ckpt_load_path"):
+        return
+    if found.get("ckpt_load_path").rstrip("/") == found.get("ckpt_save_path", "").rstrip("/"):
+        found.drop("ckpt_load_path", "no effect")
+        return
+    found.assign("load_model_only", True, "ckpt_load_path")
+    found.notes.append("from ckpt_load_path it loads the optimizer too, this one the weights alone")
+    if found.get("resuming_dataset"):
+        found.drop("resuming_dataset", "changes")
 
 
 def _neox(found: Translation) -> None:
@@ -159,6 +176,7 @@ def _megatron(found: Translation) -> None:
         found.flags.pop("_vocab_multiple", None)
         rows = found.number_of("pad_vocab_size_to")
         found.assign("vocab_multiple_of", rows, "pad_vocab_size_to")
+    _set_document_mask(found)
     hidden = found.get("hidden_size")
     if hidden and not found.get("ffn_hidden_size"):
         width = 4 * hidden
@@ -170,8 +188,26 @@ def _megatron(found: Translation) -> None:
     ramp = found.get("rampup_batch_size")
     if ramp and ramp[0] >= found.get("global_batch_size", 2**62):  # it never rises
         found.drop("rampup_batch_size", "no effect")
+    whole = (str(found.get("num_steps")), f"{found.get('num_samples')}samples")
+    if found.get("lr_schedule") == "inverse_sqrt" and found.get("lr_decay", whole[0]) not in whole:
+        found.drop("lr_decay", "changes")  # its rate falls to the minimum there
     if found.get("num_samples"):
         _keep_full_steps(found)
+
+
+def _set_document_mask(found: Translation) -> None:
+    """Sets `document_mask`, which both masks attention and restarts positions.
+
+    Only learned positions read the position ids; rope and alibi depend on distances alone.
+    """
+    masks = found.given("reset_attention_mask") == "true"
+    restarts = found.given("reset_position_ids") == "true"
+    if masks == restarts:
+        return
+    if found.get("pos_emb") == "learned":
+        found.drop("document_mask", "changes")
+    elif restarts:
+        found.drop("document_mask", "no effect")
 
 
 def _keep_full_steps(found: Translation) -> None:
@@ -213,6 +249,34 @@ def _nxd(found: Translation) -> None:
     elif found.given("trainer.devices") and "num_devices" not in found.doubtful:
         devices = found.number_of("trainer.devices") * found.number_of("trainer.num_nodes", 1)
         found.assign("_num_devices", devices, *names)
+    _set_nxd_decay(found)
+    if found.get("lr_schedule") in ("square", "annealing") and found.get("min_lr"):
+        # Its SquareAnnealing is cut off at the minimum; WarmupAnnealing depends on NeMo's version.
+        found.drop("lr_schedule", "changes")
+
+
+def _set_nxd_decay(found: Translation) -> None:
+    """Sets the weight decay and its parameters, which differ by the source of the model.
+
+    Models of Hugging Face have groups of parameters with a weight decay of 0.01, and since 1.5
+    `do_layer_norm_weight_decay` excludes the norms. Source: get_param_groups_by_weight_decay.
+    """
+    name = "model.do_layer_norm_weight_decay"
+    if found.given("model_source") != "hf":
+        is_adamw = found.given("model.optim.name").startswith("adamw")
+        if is_adamw and "model.optim.weight_decay" not in found.keys:
+            found.assign("weight_decay", 0.01)  # torch's
+        return
+    if found.number_of("model.optim.weight_decay", 0.01) != 0.01:
+        found.notes.append("its Hugging Face models decay by 0.01, whatever weight_decay says")
+    if "weight_decay" in found.flags:
+        found.flags["weight_decay"] = 0.01, ()
+        found.mark("no effect", "model.optim.weight_decay")
+    if "decay_norms" not in found.doubtful:
+        excludes_norms = found.given(name) == "true"
+        found.assign("decay_norms", not excludes_norms, name)
+        if excludes_norms:
+            found.notes.append(f"{name} excludes the norms since 1.5; before, they decay")
 
 
 def _torchtitan(found: Translation) -> None:
@@ -224,6 +288,10 @@ def _torchtitan(found: Translation) -> None:
     elif str(found.get("model_variant", "")).startswith("llama3_"):  # scaled since 0.2
         variant = found.get("model_variant").replace("llama3_", "llama3.1_")
         found.assign("model_variant", variant, "model_variant")
+    if older and found.get("model_variant") == "llama3.1_405b":
+        found.assign("rope_scaling", "linear:1", "model_variant")
+    elif not older and found.given("model.flavor") == "debugmodel":
+        found.assign("rope_scaling", "llama3:8", "model.flavor")
 
     shards = found.number_of("parallelism.data_parallel_shard_degree", -1)
     replicas = found.number_of("parallelism.data_parallel_replicate_degree", 1)

@@ -316,7 +316,7 @@ def report(found: Translation) -> Iterator[str]:
                 text = shown_key(key)
                 if key.undecided:
                     text = f"{shown(key.name)}: {key.undecided}"
-                elif status == "undecided" and key.value is True:
+                elif status == "undecided" and key.value is True and not found.is_switch(key.name):
                     text = f"{shown(key.name)}: it has no value"
                 yield f"  {shown(key.place)}: {text}"
     yield from (f"differs without a key: {note}" for note in found.notes)

@@ -153,6 +153,10 @@ class Translation:
         except UserError as error:
             raise unusable(self.keys[key], error) from None
 
+    def is_switch(self, key: str) -> bool:
+        """Returns whether `true` is a value of the key; otherwise an option lacks its value."""
+        return "true" in self.program.values.get(key, {})
+
     def get(self, name: str, default: Any = None) -> Any:
         return self.flags.get(name, (default, ()))[0]
 
@@ -306,6 +310,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {  # None: as if the key were abs
     "text": str,
     "number": number,
     "not": is_off,
+    "plus_one": lambda value: number(value) + 1,
     "count": count,
     "positive": lambda value: number(value) if number(value) > 0 else None,
     "zero_if_negative": lambda value: max(0, number(value)),

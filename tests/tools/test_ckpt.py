@@ -12,6 +12,7 @@ import torch
 
 import fms_fsdp
 from fms_fsdp.__main__ import main
+from fms_fsdp.checkpoint import folders
 from fms_fsdp.checkpoint.io import CheckpointReader, load_tensor
 from fms_fsdp.tools import tensor_stats
 from tests.cli import TINY, trained
@@ -106,3 +107,20 @@ def test_corrupt_checkpoint_is_one_line(run: Path, capsys: pytest.CaptureFixture
     assert main(["ckpt", "inspect", f"--path={run}", "--step=1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "step_1" in line
+
+
+def test_size_skips_files_that_a_run_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_bytes(b"1234")
+    (tmp_path / "renamed").write_bytes(b"12")
+    is_file = Path.is_file
+
+    def delete_after(path: Path) -> bool:
+        found = is_file(path)
+        if path.name == "renamed":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "is_file", delete_after)
+    assert folders.folder_bytes(tmp_path) == 4

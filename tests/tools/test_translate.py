@@ -185,7 +185,7 @@ RUNS = [
         1024,
         10_000,
         (100, 10_000),
-        {"sharding_strategy": "zero1", "tp_size": 32, "decay_norms": True},
+        {"sharding_strategy": "zero1", "tp_size": 32, "decay_norms": False, "weight_decay": 0.01},
     ),
     # one sequence x 8 replicas x 8 shards
     Run(
@@ -481,6 +481,12 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
         ("a.toml", TITAN + "compile = true", {"model_variant": "llama3_8b"}),
         (
             "a.toml",
+            TITAN.replace("8B", "405B") + "compile = true",
+            {"model_variant": "llama3.1_405b", "rope_scaling": "linear:1"},
+        ),
+        ("a.toml", TITAN.replace("8B", "debugmodel"), {"rope_scaling": "llama3:8"}),
+        (
+            "a.toml",
             TITAN + "[lr_scheduler]\nwarmup_steps = 300\ndecay_ratio = 0.8",
             {"lr_decay": "700"},
         ),
@@ -509,6 +515,61 @@ NXD = "trainer: {max_steps: 1000}\nexp_manager: {name: a}\n"
             "",
             "x.py --selective_checkpointing=3 --model_variant=7b",
             {"selective_checkpointing": None},
+        ),
+        # the mask of NeoX keeps the token and the 512 before it
+        ("a.yml", NEOX + "sliding_window_width: 512", {"attn_window": 513}),
+        (
+            "",
+            MEGATRON + "--optimizer sgd",
+            {"optimizer": "sgd", "optimizer_kwargs": ["momentum=0.9"]},
+        ),
+        (
+            "",
+            MEGATRON + "--position-embedding-type rope --reset-attention-mask",
+            {"document_mask": True},
+        ),
+        ("", MEGATRON + "--reset-position-ids --reset-attention-mask", {"document_mask": True}),
+        ("", MEGATRON + "--reset-position-ids", {"document_mask": None}),
+        (
+            "a.yaml",
+            NXD + "distributed_strategy: {zero1: true}\nmodel: {optim: {name: adamw_fp32OptState}}",
+            {"weight_decay": 0.01},
+        ),
+        ("a.yaml", NXD + "data: {micro_batch_size: 1}", {"sharding_strategy": "zero1"}),
+        # the schedule ends with the run, whatever sched.max_steps says
+        (
+            "a.yaml",
+            NXD + "model: {optim: {sched: {name: CosineAnnealing, max_steps: 500}}}",
+            {"lr_schedule": "cosine", "lr_decay": None},
+        ),
+        # models of Hugging Face decay by 0.01, and their norms unless the key excludes them
+        (
+            "a.yaml",
+            NXD + "model_source: hf\nmodel: {optim: {weight_decay: 0.1}}",
+            {"weight_decay": 0.01, "decay_norms": True},
+        ),
+        (
+            "a.yaml",
+            NXD + "model_source: hf\nmodel: {do_layer_norm_weight_decay: true}",
+            {"decay_norms": False},
+        ),
+        (
+            "a.yaml",
+            NXD + "model_source: megatron\nmodel: {do_layer_norm_weight_decay: true}",
+            {"decay_norms": True},
+        ),
+        # only the tokens of the dummy dataset depend on it
+        ("", "x.py --model_variant=llama3_8b --vocab_size=32000", {"vocab_size": None}),
+        # a run that begins with another one's weights counts its steps from 0
+        (
+            "",
+            "x.py --model_variant=7b --ckpt_load_path=/old --ckpt_save_path=/new",
+            {"ckpt_load_path": "/old", "load_model_only": True},
+        ),
+        (
+            "",
+            "x.py --model_variant=7b --ckpt_load_path=/new --ckpt_save_path=/new/",
+            {"ckpt_load_path": None, "load_model_only": None},
         ),
     ],
 )
@@ -565,6 +626,31 @@ def test_value_becomes_flags(tmp_path: Path, name: str, text: str, flags: dict[s
             {"gradient_clipping": "default", "optimizer.params.max_grad_norm": "undecided"},
         ),
         ("a.yml", NEOX + "seed: !include x", {"seed": "undecided"}),
+        ("", MEGATRON + "--reset-position-ids", {"reset_position_ids": "changes"}),
+        (
+            "",
+            "x.py --model_variant=7b --ckpt_load_path=/old --resuming_dataset=True",
+            {"resuming_dataset": "changes"},
+        ),
+        (
+            "",
+            MEGATRON + "--lr-decay-style inverse-square-root --lr-decay-iters 500",
+            {"lr_decay_iters": "changes"},
+        ),
+        ("", MEGATRON + "--reset-attention-mask", {"reset_attention_mask": "changes"}),
+        ("", MEGATRON + "--sgd-momentum 0.8", {"sgd_momentum": "changes"}),
+        (
+            "a.yaml",
+            NXD + "data: {reset_attention_mask: true}",
+            {"data.reset_attention_mask": "changes"},
+        ),
+        (
+            "a.yaml",
+            NXD + "model: {optim: {sched: {name: SquareAnnealing, min_lr: 1e-5}}}",
+            {"model.optim.sched.name": "changes"},
+        ),
+        # the token 0, not an option that is off
+        ("", "x.py --model_variant=7b --bos_token=0 --bol_token=None", {"bos_token": "changes"}),
         ("a.yaml", NXD + "seed: ${multiply:1,2}", {"seed": "undecided"}),
         ("", MEGATRON + "--seed '$SEED'", {"seed": "undecided"}),
         ("", MEGATRON + "--log-interval-x $X", {"log_interval_x": "no effect"}),
