@@ -138,7 +138,8 @@ def keep(cfg: TrainConfig, resume: ResumePoint) -> Kept:
         kept = replace(kept, batch=saved.batch)
 
     if _schedule_flags(cfg.optim) == _schedule_flags(saved.config.optim):
-        has_begun = _position(start, milestones) >= milestones.decay_start
+        # The step that ends at `decay_start` still has the peak.
+        has_begun = _position(start, milestones) > milestones.decay_start
         may_move = cfg.optim.lr_schedule == "wsd" and not has_begun
         kept = replace(kept, milestones=milestones, moves_decay=may_move)
     return kept

@@ -133,7 +133,10 @@ HOST = [
     ),  # of CPUs alone
 ]
 # Step counts, which are kept on the host.
-COUNT = ("sharded_optimizers.py", 'self.update(group, int(states[0]["step"]), params, states)')
+COUNT = (
+    "sharded_optimizers.py",
+    'params, states = by_step.setdefault(int(state["step"]), ([], []))',
+)
 COUNT_OF_TORCH = ("optimizers.py", "optimizer.step()")
 LATE = ("runtime.py", "return self._values.tolist()")  # the step before
 IS_FINITE = (

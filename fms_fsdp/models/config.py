@@ -92,7 +92,8 @@ class TransformerConfig:
 
     @property
     def has_dropout(self) -> bool:
-        return bool(self.dropout or self.attn_dropout or self.ffn_dropout)
+        """Whether a step may draw masks. A user's own model may have dropout that no flag sets."""
+        return bool(self.dropout or self.attn_dropout or self.ffn_dropout or self.model_builder)
 
     @property
     def padded_vocab_size(self) -> int:

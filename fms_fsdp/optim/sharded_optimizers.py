@@ -31,7 +31,7 @@ Pair = tuple[float, float]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Base class: creates the state when built, and updates all parameters of a group at once.
+    """Base class: creates the state when built, and updates the parameters of a group together.
 
     `state_names` are the state tensors of the shape of the parameter. Like torch's fused optimizers
     it changes nothing if `found_inf` is set, on the device; the step count is corrected when the
@@ -64,13 +64,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_skipped = None if self.found_inf is None else self.found_inf > 0
         self._stepped = []
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            states = [self.state[param] for param in params]
-            for state in states:
+            # A weight without a gradient in some steps has a count of its own.
+            by_step: dict[int, tuple[Tensors, list[State]]] = {}
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
                 state["step"] += 1
-            self._stepped += states
-            if params:
-                self.update(group, int(states[0]["step"]), params, states)
+                self._stepped.append(state)
+                params, states = by_step.setdefault(int(state["step"]), ([], []))
+                params.append(param)
+                states.append(state)
+            for step, (params, states) in by_step.items():
+                self.update(group, step, params, states)
         self._last_found_inf = None if self.found_inf is None else HostCopy(self.found_inf)
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from fms_fsdp.config import ParallelConfig
+from fms_fsdp.config import FP32, ParallelConfig, TrainConfig
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.models.config import TransformerConfig
+from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel import activation_checkpointing
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
-from fms_fsdp.train import seed_dropout
+from fms_fsdp.parallel.parallelize import parallelize
+from fms_fsdp.train import StepSettings, seed_dropout
 from tests.models.test_families import build, labelled
+from tests.specs import resolved
 
 BASE = TransformerConfig(2, 64, 96, 4, 2, 97, max_seq_len=48)
 RATES = [{"dropout": 0.1}, {"attn_dropout": 0.2}, {"ffn_dropout": 0.3}]
@@ -40,6 +44,32 @@ def test_seed_and_recomputation_repeat_the_masks(rates: dict[str, float], segmen
     one = gradients(1, 0)
     torch.testing.assert_close(gradients(1, segment), one, rtol=0, atol=0)
     assert not torch.equal(gradients(2, 0)[0], one[0])
+
+
+def with_own_dropout(config: TransformerConfig) -> Llama:
+    """Builds a model of the user, whose dropout no flag sets."""
+    model = Llama(config)
+    for block in model.blocks.values():
+        block.feed_forward = nn.Sequential(block.feed_forward, nn.Dropout(0.2))
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "ops"])
+def test_dropout_of_own_model_is_repeated(recompute: str) -> None:
+    """The recomputation drew other masks, so gradients were wrong, and all ranks drew the same."""
+    cpu, mesh = torch.device("cpu"), Mesh(ParallelDims("none"), 0, "cpu")
+    config = replace(BASE, model_builder=f"{__name__}:with_own_dropout")
+    settings = StepSettings.of(resolved(TrainConfig(), model=config), mesh, cpu)
+
+    def gradients(recompute: str) -> list[torch.Tensor]:
+        section = ParallelConfig(recompute=recompute)
+        model = parallelize(config, section, mesh, device=cpu, precision=FP32, seed=1)
+        seed_dropout(1, 1, mesh)
+        model(*labelled(BASE))[0].backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.testing.assert_close(gradients(recompute), gradients("none"), rtol=0, atol=0)
+    assert settings.dropout_seed is not None
 
 
 @torch.library.custom_op("fms_fsdp_tests::attention_with_dropout", mutates_args=())

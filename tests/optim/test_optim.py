@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fms_fsdp.config import OptimConfig
+from fms_fsdp.config import FP32, OptimConfig, Precision
 from fms_fsdp.config.optim import OPTIMIZERS
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
@@ -89,6 +89,34 @@ def test_skipped_step_of_unused_weight_is_not_counted() -> None:
         optimizers.zero_grad()
     state = optimizers.state_dict()
     assert state["blocks.weight.step"] == 2 and state["unused.weight.step"] == 0
+
+
+BF16_MOMENTS = Precision("bf16", state="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, FP32) for name in OPTIMIZERS), ("adamw", BF16_MOMENTS)]
+)
+def test_weight_counts_its_own_steps(name: str, precision: Precision) -> None:
+    """One whose first gradient came later had the count of the others: madgrad moved it to 0."""
+    section = OptimConfig(optimizer=name, learning_rate=1e-2)
+
+    def late_weight(*others: str) -> torch.Tensor:
+        layers = {key: nn.Linear(4, 4, bias=False) for key in (*others, "late")}
+        model = nn.ModuleDict({"blocks": nn.ModuleDict(layers)})
+        nn.init.eye_(layers["late"].weight)
+        optimizers = build_optimizers(section, model, precision)
+        for number in range(1, 5):
+            present = layers if number > 2 else others
+            for key in present:
+                generator = torch.Generator().manual_seed(number)
+                layers[key].weight.grad = torch.randn(4, 4, generator=generator)
+            if present:
+                optimizers.step(lambda base: base, torch.tensor(1.0))
+            optimizers.zero_grad()
+        return layers["late"].weight
+
+    torch.testing.assert_close(late_weight("early"), late_weight(), rtol=1e-6, atol=1e-7)
 
 
 class CountsInGroup(torch.optim.SGD):

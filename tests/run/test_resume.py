@@ -391,6 +391,11 @@ def test_decay_of_wsd_moves_until_begun() -> None:
     # Nor does it begin within the warmup.
     warming = replace(first, milestones=Milestones(False, 605, 900, 1000))
     assert launch_of(flags, 610, resume_of(warming)).milestones == Milestones(False, 605, 605, 610)
+    # Step 600 still has the peak: a run that stopped there was decayed to its old end.
+    at_peak = replace(first, milestones=Milestones(False, 50, 600, 1000))
+    assert launch_of(flags, 2000, resume_of(at_peak)).milestones == Milestones(
+        False, 50, 1800, 2000
+    )
     begun = replace(first, milestones=Milestones(False, 50, 590, 1000))
     assert launch_of(flags, 2000, resume_of(begun)).milestones == begun.milestones
     shorter = launch_of(flags, 700, resume_of(begun))
