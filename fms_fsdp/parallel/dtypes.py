@@ -103,17 +103,12 @@ def compute_with_casts(model: Llama, precision: Precision) -> None:
     if precision.compute == precision.weights or not model.config.model_builder:
         return
     dtype = DTYPES[precision.compute]
-    casting = {*_CASTING.values()}
-    if precision.float8:
-        from fms_fsdp.parallel.float8 import Float8Linear
-
-        casting.add(Float8Linear)
 
     def cast(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
         return parameter.to(dtype) if parameter.is_floating_point() else parameter
 
     for block in model.blocks.values():
-        others = [each for each in block.modules() if type(each) not in casting]
+        others = [each for each in block.modules() if not hasattr(each, "casts_its_weight")]
         replace_parameters(block, others, cast)
 
 
@@ -177,17 +172,23 @@ class _CastLinear(torch.autograd.Function):
 
 
 class CastingLinear(nn.Linear):
+    casts_its_weight = True
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = _CastLinear.apply(input, self.weight)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(input.dtype)
 
 
 class _RMSNorm(nn.RMSNorm):
+    casts_its_weight = True
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class _LayerNorm(LayerNorm):
+    casts_its_weight = True
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(input.dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
