@@ -10,6 +10,7 @@ is not scarce, an unsharded model keeps its cast weights from the forward to the
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def _widen_gradient(parameter: torch.Tensor) -> None:
 
 
 def apply_precision(model: Llama, precision: Precision) -> None:
-    """Makes an unsharded model compute in the compute dtype, whatever the dtype of its weights."""
+    """Makes an unsharded model compute in the compute dtype, whatever the dtype of its weights.
+
+    Other modules of a user's blocks need `compute_with_casts`.
+    """
     if precision.compute == precision.weights:
         return
     for module in model.modules():
@@ -88,6 +92,52 @@ def apply_precision(model: Llama, precision: Precision) -> None:
     if model.embed is not None:
         dtype = DTYPES[precision.compute]
         model.embed.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+
+
+def compute_with_casts(model: Llama, precision: Precision) -> None:
+    """Lets the modules of a user's blocks that do not cast their weights read casts of them, as they
+    would from FSDP.
+
+    A compiled block needs this before its compiled code, which cannot have the hooks.
+    """
+    if precision.compute == precision.weights or not model.config.model_builder:
+        return
+    dtype = DTYPES[precision.compute]
+
+    def cast(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.to(dtype) if parameter.is_floating_point() else parameter
+
+    for block in model.blocks.values():
+        others = [each for each in block.modules() if not hasattr(each, "casts_its_weight")]
+        replace_parameters(block, others, cast)
+
+
+def replace_parameters(
+    part: nn.Module,
+    modules: Sequence[nn.Module],
+    read: Callable[[nn.Module, str, nn.Parameter], torch.Tensor],
+) -> None:
+    """Lets the modules read other tensors in place of their parameters during the forward pass of the
+    part of the model that they belong to.
+
+    An attribute of the module hides the parameter meanwhile. The parameter stays one, so that FSDP,
+    initialization and checkpoints find it.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def show_tensors(*_: Any) -> None:
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False):
+                module.__dict__[name] = read(module, name, parameter)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def show_parameters(*_: Any) -> None:
+        for module in modules:
+            for name, _parameter in module.named_parameters(recurse=False):
+                module.__dict__.pop(name, None)
+
+    part.register_forward_pre_hook(show_tensors)
+    part.register_forward_hook(show_parameters, always_call=True)
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -121,18 +171,24 @@ class _CastLinear(torch.autograd.Function):
         return dx, dweight
 
 
-class _Linear(nn.Linear):
+class CastingLinear(nn.Linear):
+    casts_its_weight = True
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = _CastLinear.apply(input, self.weight)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(input.dtype)
 
 
 class _RMSNorm(nn.RMSNorm):
+    casts_its_weight = True
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class _LayerNorm(LayerNorm):
+    casts_its_weight = True
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(input.dtype)
         bias = None if self.bias is None else self.bias.to(input.dtype)
@@ -140,7 +196,7 @@ class _LayerNorm(LayerNorm):
 
 
 _CASTING: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: _Linear,
+    nn.Linear: CastingLinear,
     nn.RMSNorm: _RMSNorm,
     nn.LayerNorm: _LayerNorm,
     LayerNorm: _LayerNorm,

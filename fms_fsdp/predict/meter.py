@@ -38,7 +38,7 @@ from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import Llama
 from fms_fsdp.parallel.activation_checkpointing import apply_activation_checkpointing
-from fms_fsdp.parallel.dtypes import DTYPES, apply_precision, cast_weights
+from fms_fsdp.parallel.dtypes import DTYPES, apply_precision, cast_weights, compute_with_casts
 
 torch_private.import_compiler()  # now, not at the first dispatch mode or optimizer
 _ATEN = torch.ops.aten
@@ -398,6 +398,7 @@ def _build(setup: ModelSetup) -> Llama:
     if setup.dims.strategy == "none":
         cast_weights(model, precision)
         apply_precision(model, precision)
+        compute_with_casts(model, precision)
     else:  # as FSDP gathers them; `to(dtype)` fails for fake parameters
         cast_weights(model, replace(precision, weights=precision.compute))
     if precision.float8:

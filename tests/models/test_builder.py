@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fms_fsdp
-from fms_fsdp.config import BF16, ParallelConfig
+from fms_fsdp.config import BF16, FP32, ParallelConfig, Precision
 from fms_fsdp.distributed.axes import ParallelDims
 from fms_fsdp.distributed.mesh import Mesh
 from fms_fsdp.generate import _allocate
@@ -19,7 +19,7 @@ from fms_fsdp.hf.families import find_family
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params
-from fms_fsdp.models.init import init_weights
+from fms_fsdp.models.init import clean_name, init_weights
 from fms_fsdp.models.llama import FeedForward, Llama
 from fms_fsdp.models.variants import VARIANTS
 from fms_fsdp.parallel.parallelize import parallelize
@@ -94,6 +94,58 @@ def test_buffers_have_the_values_of_the_builder(low_cpu_fsdp: bool) -> None:
         assert len(gains) == config.num_layers
         assert all(gain.tolist() == [0.5] * 3 for gain in gains.values())
         assert all(parameter.device == cpu for parameter in model.parameters())
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class Convolution(torch.nn.Module):
+    """A layer of torch with weights, and a weight of its own."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.inner = torch.nn.Conv1d(config.hidden_size, config.hidden_size, 1)
+        self.mixing = torch.nn.Parameter(torch.empty(config.hidden_size, config.hidden_size))
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return self.inner(x_BSD.transpose(1, 2)).transpose(1, 2) @ self.mixing
+
+
+def with_own_layers(config: TransformerConfig) -> Llama:
+    model = Llama(config)
+    model.blocks["0"].feed_forward = Convolution(config)
+    hidden = config.hidden_size
+    model.blocks["1"].attention.o_proj = Doubled(hidden, hidden, bias=False)
+    return model
+
+
+def own_gradients(precision: Precision, **flags: str) -> dict[str, torch.Tensor]:
+    """Returns the loss and the gradients of `with_own_layers` on one process."""
+    builder = f"{__name__}:with_own_layers"
+    config = replace(VARIANTS["tiny"], model_builder=builder, max_seq_len=32)
+    section = ParallelConfig(**flags)  # type: ignore[arg-type]
+    mesh = Mesh(ParallelDims("none"), 0, "cpu")
+    cpu = torch.device("cpu")
+    model = parallelize(config, section, mesh, device=cpu, precision=precision, seed=1)
+    tokens = torch.arange(64).view(2, 32)
+    loss, _ = model(tokens, tokens.roll(-1, 1))
+    loss.backward()
+    gradients = {clean_name(name): weight.grad for name, weight in model.named_parameters()}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("flags", [{}, {"recompute": "blocks"}], ids=str)
+@pytest.mark.parametrize("float8", ["", "row"])
+def test_own_layers_keep_their_forward_pass(float8: str, flags: dict[str, str]) -> None:
+    """float8 replaced that of a Linear; without FSDP, 16 bits met weights in fp32."""
+    exact = own_gradients(FP32)
+    found = own_gradients(replace(BF16, float8=float8), **flags)
+    for name, value in exact.items():
+        assert found[name].dtype == torch.float32
+        error = (found[name] - value).norm() / value.norm()
+        assert error < (0.08 if float8 else 0.02), name
 
 
 @pytest.mark.slow

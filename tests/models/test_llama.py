@@ -20,7 +20,7 @@ from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.init import init_weights
 from fms_fsdp.models.llama import Llama, rope_table
-from fms_fsdp.parallel.dtypes import _Linear, apply_precision
+from fms_fsdp.parallel.dtypes import CastingLinear, apply_precision
 
 BASE = TransformerConfig(2, 64, 176, 4, 4, 97, max_seq_len=48)
 
@@ -172,7 +172,7 @@ def test_loaded_model_equals_the_trained_one() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_only_cpus_keep_cast_weights_for_backward(device: str) -> None:
     """They are those that the backward pass would cast; meta tensors stand for a GPU's."""
-    layer = _Linear(64, 96, bias=False, device=device)
+    layer = CastingLinear(64, 96, bias=False, device=device)
     x = torch.randn(8, 64, device=device).bfloat16().requires_grad_()
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
