@@ -24,13 +24,13 @@ import torch.nn.functional as F
 import fms_fsdp
 from fms_fsdp.__main__ import main as command
 from fms_fsdp.checkpoint.folders import problem
-from fms_fsdp.config import FP32, BatchPlan, DataConfig, EvalConfig, TrainConfig
+from fms_fsdp.config import BF16, FP32, BatchPlan, DataConfig, EvalConfig, TrainConfig
 from fms_fsdp.config.parse import parse_flags
 from fms_fsdp.data.batch import Batch
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.validation import HeldOut, open_held_out, scan_held_out
 from fms_fsdp.distributed.mesh import Mesh, ParallelDims
-from fms_fsdp.errors import UserError
+from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.generate import NO_RULES, TextModel, _allocate
 from fms_fsdp.hf.trained import Trained
@@ -44,6 +44,7 @@ from fms_fsdp.tokenizers.tokenizer import ByteTokenizer, TextRules
 from fms_fsdp.tools import evaluate_command
 from fms_fsdp.tools.evaluate_command import (
     _eval_settings,
+    _precision_of_evaluation,
     _shape_of_evaluation,
     _Subject,
     choice_scores,
@@ -599,3 +600,31 @@ def test_learned_positions_are_not_made_up(tmp_path: Path) -> None:
         _shape_of_evaluation(subject, 65)
     rotary = replace(subject, trained=Trained(tmp_path, replace(shape, pos_emb="rope")))
     assert _shape_of_evaluation(rotary, 65).max_seq_len == 65
+
+
+@pytest.mark.parametrize(
+    ("scaling", "capability", "is_kept"),
+    [
+        ("row", (8, 0), False),
+        ("row", (8, 9), False),
+        ("row", (9, 0), True),
+        ("tensor", (8, 0), False),
+        ("tensor", (8, 9), True),
+    ],
+)
+def test_float8_run_is_evaluated_on_any_gpu(
+    scaling: str,
+    capability: tuple[int, int],
+    is_kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A GPU without the kernels ended in a traceback of torch."""
+    note_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
+    trained_in = replace(BF16, float8=scaling)
+    found = _precision_of_evaluation(trained_in, torch.device("cuda"))
+    assert found == (trained_in if is_kept else BF16)
+    assert ("Old has no kernels for the run's float8" in capsys.readouterr().err) is not is_kept
+    assert _precision_of_evaluation(trained_in, torch.device("cpu")) == trained_in

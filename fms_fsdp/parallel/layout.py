@@ -22,6 +22,8 @@ from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import num_params_by_unit
 
 _FLOAT8_MULTIPLE = 16  # of the matrix sizes that float8 kernels of GPUs take
+# by scaling: the lowest compute capability of a GPU that has the kernels
+FLOAT8_CAPABILITY = {"row": (9, 0), "tensor": (8, 9)}
 
 
 def check_layout(
@@ -180,7 +182,7 @@ def check_float8(
                 f"{name} is {size}{' on each rank of tp' if tp > 1 else ''}; change the size, or use "
                 "--precision=bf16"
             )
-    needed = (9, 0) if precision.float8 == "row" else (8, 9)
+    needed = FLOAT8_CAPABILITY[precision.float8]
     if capability is not None and capability < needed:
         remedy = "--float8_scaling=tensor" if capability >= (8, 9) else "--precision=bf16"
         raise UserError(

@@ -37,7 +37,7 @@ from fms_fsdp.distributed.runtime import (
     shut_down,
 )
 from fms_fsdp.distributed.world import World
-from fms_fsdp.errors import RunFailed, UserError
+from fms_fsdp.errors import RunFailed, UserError, note_once
 from fms_fsdp.evaluate import evaluate
 from fms_fsdp.files import finite_json
 from fms_fsdp.generate import TextModel, check_logits, check_tokens, encode_texts, read_lines
@@ -50,6 +50,7 @@ from fms_fsdp.logs import set_up_log
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.llama import LanguageModel
 from fms_fsdp.packages import is_installed
+from fms_fsdp.parallel.layout import FLOAT8_CAPABILITY
 from fms_fsdp.parallel.parallelize import parallelize
 from fms_fsdp.tools.generate_command import load_with_tokenizer, missing_tokenizer
 from fms_fsdp.tools.tool_flags import EvaluateConfig
@@ -179,7 +180,7 @@ def evaluate_held_out(
         parallel,
         mesh,
         device=device,
-        precision=subject.precision,
+        precision=_precision_of_evaluation(subject.precision, device),
         seed=None,
     )
     subject = _load(config, subject, model, mesh, world)
@@ -226,6 +227,19 @@ def _shape_of_evaluation(subject: _Subject, seq_length: int) -> TransformerConfi
         )
     max_seq_len = max(shape.max_seq_len, seq_length)
     return replace(shape, max_seq_len=max_seq_len, attn_impl="auto")
+
+
+def _precision_of_evaluation(precision: Precision, device: torch.device) -> Precision:
+    """Returns the precision of the run, without float8 on a GPU that has no kernels for it."""
+    if not precision.float8 or device.type != "cuda":  # CPUs emulate float8
+        return precision
+    if torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY[precision.float8]:
+        return precision
+    note_once(
+        f"{torch.cuda.get_device_name(device)} has no kernels for the run's float8 by "
+        f"{precision.float8}: it is evaluated in {precision.compute}"
+    )
+    return replace(precision, float8="")
 
 
 def _load(

@@ -26,6 +26,8 @@ def main(config: GenerateConfig) -> None:
     prompts = [config.prompt]
     if config.prompts:
         prompts = read_lines(Path(config.prompts).expanduser(), "--prompts")
+        if not prompts:
+            raise UserError(f"--prompts={config.prompts} is empty; write one prompt per line")
     loaded = load_with_tokenizer(config.path, config.step)
     if config.dtype == "bf16":
         loaded.model.bfloat16()
