@@ -89,6 +89,12 @@ class Console(logging.StreamHandler[TextIO]):
         super().emit(record)
         self._wrote_at = time.monotonic()
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        # The reader of a pipe has ended (`| tee`, which Ctrl-C stops too), or the disk of a redirection
+        # is full: logging would print a traceback for each line. log.txt has the lines.
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         if not self._has_colors:

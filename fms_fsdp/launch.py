@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         run_dir = Path(parse_flags(TrainConfig, argv).output_dir)
         nodes = read_nodes(os.environ, count_gpus(os.environ))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return BAD_INPUT
     return train(nodes, argv, run_dir)
 
@@ -97,8 +97,9 @@ def train(nodes: Nodes, flags: Sequence[str], run_dir: Path) -> int:
 
 
 def say(text: str) -> None:
-    """Prints a line of the launcher."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line of the launcher. The exit status matters more than a reader that has ended (`| tee`)."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def read_nodes(variables: Mapping[str, str], num_gpus: int = 0) -> Nodes:

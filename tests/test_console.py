@@ -10,6 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NoReturn
 
 import pytest
@@ -150,3 +151,14 @@ def test_long_facts_are_wrapped_between_words() -> None:
     assert all(each.startswith("  part") for each in lines[1:])
     assert " ".join(each.strip() for each in lines) == text
     assert cut("a/long/path/of/a/source", 10) == "…/a/source" and cut("short", 10) == "short"
+
+
+def test_closed_pipe_prints_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `main_training.py | tee`, whose tee ends with Ctrl-C while the run saves."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w", buffering=1)
+    Console(stream).emit(line("saved step_30"))
+    assert capsys.readouterr().err == ""
+    with suppress(BrokenPipeError):  # of the line, which is still in its buffer
+        stream.close()

@@ -139,6 +139,7 @@ def test_later_layer_removes_alternatives(
 @cases("""
     text | flag | kept
     num_steps = 7 | --num_tokens=none | num_steps
+    num_steps = 7 | --num_epochs=-1 | num_steps
     datasets = ["a", "b"];weights = [1, 2] | --datasets=a,b | weights
     batch_size = 4 | --global_batch_size=8 | batch_size
 """)

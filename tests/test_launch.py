@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,17 @@ def test_failure_without_a_reason_points_to_the_output(
     child = Child([], {}, tmp_path, tmp_path / "outcome.json")
     child.explain(1, child.reason())
     assert capsys.readouterr().err.endswith("no process gave a reason; see the output above\n")
+
+
+def test_closed_pipe_keeps_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fms-fsdp train 2>&1 | tee` whose tee ended with Ctrl-C: the status is 75, not that of a traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stderr", stream)
+    Child([], {}, tmp_path, tmp_path / "outcome.json").explain(75, "saved step 5")
+    with suppress(BrokenPipeError):
+        stream.close()
 
 
 def stopped(folder: Path, plan: str, *numbers: int, **variables: str) -> str:

@@ -90,8 +90,9 @@ class ModelConfig:
     attn_window: int | None = fixed_flag(None, min=0, advanced=True)
     """Sliding-window attention: tokens that a token attends to, including itself; 0 is the full
     sequence (default: the variant's)."""
-    attn_window_pattern: str | None = fixed_flag(None, advanced=True, needs="attn_window")
-    """Layers with local (L) and global (G) attention, repeated: LLG (default: L)."""
+    attn_window_pattern: str | None = fixed_flag(None, advanced=True)
+    """Layers with local (L) and global (G) attention, repeated: LLG (default: L) (no effect without
+    --attn_window, which a config.json may set)."""
     z_loss: float | None = fixed_flag(None, min=0, max=1, advanced=True)
     """Factor of log(Z)^2, which is added to the training loss of each label, e.g. 1e-4 (default:
     0)."""
@@ -111,6 +112,11 @@ class ModelConfig:
         if self.pos_emb not in ("rope", None):
             names = ("rope_theta", "rope_scaling", "rope_pct")
             yield WithoutEffect(names, "without --pos_emb=rope", "set --pos_emb=rope", ("pos_emb",))
+        # The config.json of a Mistral has a window of its own.
+        if not (self.attn_window or self.hf_config or self.init_from_hf):
+            pattern = ("attn_window_pattern",)
+            window = ("attn_window",)
+            yield WithoutEffect(pattern, "without --attn_window", "set --attn_window", window)
 
     def __post_init__(self) -> None:
         only_one(self, "init_from_hf", "hf_config", "model_variant")

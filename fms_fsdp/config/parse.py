@@ -178,7 +178,7 @@ def replaced_by(layer: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[st
 
 
 def _is_set(value: Any) -> bool:
-    return _items(value) not in ("", "none", "null")
+    return _items(value) not in ("", "none", "null", "-1")  # --num_epochs=-1 sets no length
 
 
 def _items(value: Any) -> str:

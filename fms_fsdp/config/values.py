@@ -47,6 +47,8 @@ def parse_float(text: str) -> float | None:
     """Returns a finite number, or None."""
     if len(text) > _MAX_DIGITS:
         return None
+    if not text.isascii():  # float() also reads the digits of other scripts
+        return None
     try:
         number = float(text)
     except ValueError:

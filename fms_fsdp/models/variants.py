@@ -229,6 +229,11 @@ def _check_options(model: TransformerConfig, section: ModelConfig) -> None:
         raise UserError(
             f"--attn_window_pattern={pattern} must consist of the letters L and G; use e.g. LLG"
         )
+    if section.attn_window_pattern is not None and not model.attn_window:
+        raise UserError(
+            f"--attn_window_pattern={pattern} has no effect without --attn_window; "
+            "remove --attn_window_pattern or set --attn_window"
+        )
     if model.attn_dropout and model.attn_impl == "cudnn":
         raise UserError(
             f"--attn_impl=cudnn is not supported with --attn_dropout={model.attn_dropout:g}; "

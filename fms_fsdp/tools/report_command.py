@@ -66,14 +66,19 @@ def load_run(folder: Path) -> Record:
         text = (folder / "samples.txt").read_text(encoding="utf-8", errors="replace")
         samples = text[-MAX_SAMPLE:]
     restarts = []
+    ends = {event["attempt"]: event for event in events if event["event"] == "end"}
     hours = [0.0]
     for before, report in zip(reports, reports[1:], strict=False):
         is_restart = report.get("attempt") != before.get("attempt")
         if is_restart:
             restarts.append(report["step"] - 1)
-        seconds = 0.0  # between two launches
-        if not is_restart:
-            seconds = max(0.0, report["time"] - before["time"])  # the clock may be set back
+        end = report
+        if is_restart:
+            # The steps after the last report of a launch, unless the next one made them again.
+            end = ends.get(before.get("attempt"), before)
+            if end["step"] != report["step"] - 1:
+                end = before
+        seconds = max(0.0, end["time"] - before["time"])  # the clock may be set back
         hours.append(hours[-1] + seconds / 3600)
     for report in reports:
         if report.get("skipped_steps"):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fms_fsdp.config import ModelConfig, ParallelConfig
+from fms_fsdp.config import ModelConfig, ParallelConfig, TrainConfig
+from fms_fsdp.config.parse import parse_flags
+from fms_fsdp.errors import UserError
 from fms_fsdp.models.build import build_model
 from fms_fsdp.models.config import TransformerConfig
 from fms_fsdp.models.flops import (
@@ -203,6 +207,22 @@ def test_names_of_upstream_fms_fsdp_are_found() -> None:
         billions = float(size.rstrip("bm")) / (1000 if size.endswith("m") else 1)
         tables = config.vocab_size * config.hidden_size * 2 / 1e9  # names count them or not
         assert 0.98 * billions - tables - 0.1 < num_params(config) / 1e9 < 1.13 * billions + tables
+
+
+@pytest.mark.parametrize("window", [9, None])
+def test_pattern_applies_to_the_window_of_a_file(tmp_path: Path, window: int | None) -> None:
+    """It was rejected as a flag without effect."""
+    content = {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96}
+    content |= {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100}
+    content |= {"max_position_embeddings": 64, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"sliding_window": window}))
+    argv = [f"--hf_config={tmp_path}", "--attn_window_pattern=GGL"]
+    section = parse_flags(TrainConfig, argv).model
+    if window:
+        assert resolve_model(section, seq_length=32).windows == (0, 0, 9)
+        return
+    with pytest.raises(UserError, match=r"GGL has no effect without --attn_window"):
+        resolve_model(section, seq_length=32)
 
 
 def test_registered_variant_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

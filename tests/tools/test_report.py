@@ -71,6 +71,20 @@ def test_clock_set_back_loses_no_hours(tmp_path: Path) -> None:
     assert run["series"]["hours"] == ([0, 1, 2, 3], [0.0, 1.0, 1.0, 2.0])
 
 
+@pytest.mark.parametrize(("resumed", "hours"), [(15, 5.0), (12, 0.0)])
+def test_unreported_steps_of_a_launch_have_hours(
+    tmp_path: Path, resumed: int, hours: float
+) -> None:
+    """A step takes an hour. Their tokens counted, so "per day" was too high."""
+    records = [record(1, step, loss=1.0, time=3600 * step) for step in (9, 10)]
+    records.append(record(1, 15, event="end", time=3600 * 15))
+    again = [resumed + 1, resumed + 4]
+    records += [record(2, step, loss=1.0, time=3600 * (100 + step)) for step in again]
+    run = load_run(write(tmp_path / "run", *records))
+    assert run["restarts"] == [resumed]
+    assert run["series"]["hours"][1] == [0.0, 1.0, hours + 1, hours + 4]
+
+
 def test_thinning_keeps_extremes_and_ends() -> None:
     values: list[Any] = [float(i % 7) for i in range(50_000)]
     values[31_234], values[40_000] = 99.0, None
