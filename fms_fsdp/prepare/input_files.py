@@ -43,6 +43,8 @@ _SPLIT = re.compile(r"(train|validation|valid|val|dev|eval|test)([-_.]|$)")
 _SHOWN_FILES = 3  # in a note
 # Files of the package datasets beside its .arrow files.
 _DATASETS_METADATA = {"dataset_info.json", "state.json", "dataset_dict.json"}
+# The results of map, filter and the like, which the package saves with the files they are made from.
+_DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ def find_files(
     names = sorted(by_path.values(), key=os.fsencode)
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _DATASETS_METADATA]
+        names = _without_copies(path, names)
     if not names:
         rule = "contains no files to read; check the folder, --include and --exclude"
         raise MissingInput(f"--input={path} {rule}")
@@ -192,6 +195,35 @@ def find_files(
         stat = os.stat(full)
         files.append(InputFile(full, name, stat.st_size, stat.st_mtime_ns))
     return files
+
+
+def _without_copies(path: str, names: Sequence[str]) -> list[str]:
+    """Drops the cache files of the package datasets, which repeat the rows of other files of their
+    folder, and logs their names."""
+    folders = set[str]()  # with a file that is not a cache
+    for name in names:
+        folder, base = os.path.split(name)
+        if base.endswith(".arrow") and not _DATASETS_CACHE.fullmatch(base):
+            folders.add(folder)
+    kept = list[str]()
+    skipped = list[str]()
+    for name in names:
+        folder, base = os.path.split(name)
+        if folder in folders and _DATASETS_CACHE.fullmatch(base):
+            skipped.append(name)
+        else:
+            kept.append(name)
+    if skipped:
+        note_once(
+            f"--input={path}: skipped {counted(len(skipped), 'file')} in which the package datasets "
+            f"caches changed rows of the others: {_shown(skipped)}; name such a file to read it"
+        )
+    return kept
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _SHOWN_FILES else ""
+    return ", ".join(names[:_SHOWN_FILES]) + more
 
 
 def unique_files(files: Iterable[InputFile]) -> tuple[InputFile, ...]:
@@ -218,11 +250,10 @@ def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) ->
     skipped = [file for file in files if not has_known_ending(file.name)]
     if not skipped or not any(_has_records(file, form) for file in kept):
         return list(files)
-    names = ", ".join(file.name for file in skipped[:_SHOWN_FILES])
-    more = ", …" if len(skipped) > _SHOWN_FILES else ""
+    names = _shown([file.name for file in skipped])
     note_once(
         f"--input={path}: skipped {counted(len(skipped), 'file')} without a known ending, because "
-        f"the folder has records: {names}{more}; --include='*' reads all files"
+        f"the folder has records: {names}; --include='*' reads all files"
     )
     return kept
 
@@ -305,21 +336,27 @@ def _note_or_raise(error: OSError) -> None:
 
 
 def _walk(path: str) -> Iterator[str]:
-    """Yields the files below a folder, each folder once; a file yields itself.
+    """Yields the files below a folder, under all their names; a file yields itself.
+
+    A folder with two names, such as a link `latest`, is read under both, because --include and
+    --exclude may select one of them.
 
     Raises:
         OSError: the storage does not give a folder, whose files would be missing in the shards.
     """
     if is_file(path):
         yield path
-    seen = {os.path.realpath(path)}
+    # The real paths of each folder to read and those above it, against links that lead back.
+    above = {path: {os.path.realpath(path)}}
     for folder, subfolders, files in os.walk(path, onerror=_note_or_raise, followlinks=True):
+        reals = above.pop(folder)
         kept = []
-        for sub in sorted(subfolders):
-            real = os.path.realpath(os.path.join(folder, sub))
-            if not _is_hidden(sub) and real not in seen:
-                seen.add(real)
-                kept.append(sub)
+        for name in sorted(subfolders):
+            sub = os.path.join(folder, name)
+            real = os.path.realpath(sub)
+            if not _is_hidden(name) and real not in reals:
+                above[sub] = reals | {real}
+                kept.append(name)
         subfolders[:] = kept
         for name in files:
             file = os.path.join(folder, name)

@@ -231,6 +231,10 @@ def test_bad_lines_are_limited_over_all_slices(
     assert f"{path}:" in error and not (output / "x").exists()
     # Slices of the first call count too: 13 of its lines and 3 of this call's are malformed.
     assert program([*argv, "--max_bad_lines=15"]) == 2
+    # The last slice exceeds the limit, so the second of these calls has no slice left to encode.
+    for _ in range(2):
+        assert program([*argv, "--max_bad_lines=19"]) == 2
+    assert not (output / "x").exists()
     assert program([*argv, "--max_bad_lines=20"]) == 0
     assert texts(output / "x") == ["good"] * 20
 
