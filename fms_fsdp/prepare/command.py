@@ -33,6 +33,7 @@ from fms_fsdp.prepare.writer import (
     lock_output,
     save_tokenizer,
 )
+from fms_fsdp.tokenizers.huggingface import HFTokenizer
 from fms_fsdp.tokenizers.load import load_tokenizer
 from fms_fsdp.tokenizers.tokenizer import (
     SentencePieceTokenizer,
@@ -157,6 +158,11 @@ def _choose_tokenizer(
         )
     if replaces_space(tokenizer):
         note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.drops_text():
+        note(
+            "the tokenizer has no unknown token and not a token for every byte, so it drops the "
+            "characters that it lacks; train it with initial_alphabet=ByteLevel.alphabet()"
+        )
     vocabulary = tokenizer.vocabulary
     bos_id = _bos_id(config, tokenizer)  # its error comes before the plans are written
     plans = [_plan(config, source, vocabulary, sources) for source in sources]

@@ -131,7 +131,7 @@ class TextReader:
         """Returns the ids of each document.
 
         A prompt is encoded separately, as in generation, and its ids and the BOS token are masked.
-        The response continues it.
+        The response continues it. Without a response there is no document to learn from: no ids.
         """
         texts = [document.text[document.prompt :] for document in documents]
         responses = tokenizer.encode(texts)
@@ -148,6 +148,9 @@ class TextReader:
         prompts = tokenizer.encode([document.text[: document.prompt] for document in documents])
         rows = []
         for prompt, response in zip(prompts, responses, strict=True):
+            if not len(response):  # of a text that the tokenizer drops, such as spaces
+                rows.append(response)
+                continue
             before = np.array([*bos, *prompt.tolist()], np.uint32)
             if has_prompts:
                 before |= np.uint32(NO_LOSS)

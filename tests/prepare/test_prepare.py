@@ -274,7 +274,9 @@ def test_later_source_uses_the_folders_tokenizer(tmp_path: Path, corpus: str) ->
         run(output, code, "byte")
     with pytest.raises(ValueError, match="remove --train_tokenizer"):
         run(output, code, "", train_tokenizer=True, vocab_size=320)
-    run(output, code, "")
+    run(output, code, str(output))
+    assert (output / "tokenizer.model").read_bytes() == before
+    run(output, web, "", train_tokenizer=True, vocab_size=320)
     assert (output / "tokenizer.model").read_bytes() == before
     together = tmp_path / "together"
     run(together, corpus, str(output / "tokenizer.model"))
