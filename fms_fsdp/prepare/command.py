@@ -218,7 +218,7 @@ def _train(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Tokenize
     slices = [part for source in sources for part in source.slices]
     texts = list(sample_texts(slices, _form(config), config.tokenizer_sample_mb * 10**6))
     size = config.vocab_size or 32_000
-    size_mb = sum(map(len, texts)) / 1e6
+    size_mb = sum(len(text.encode()) for text in texts) / 1e6
     note(f"training a {config.tokenizer_type} tokenizer of {size} tokens on {size_mb:.1f} MB")
     model = train_sentencepiece(texts, size, config.tokenizer_type)
     return SentencePieceTokenizer(model, "trained", config.eos_token)

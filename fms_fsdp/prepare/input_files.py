@@ -27,6 +27,7 @@ from fms_fsdp.prepare.documents import (
     COMPRESSED,
     Document,
     Part,
+    Problem,
     TextFormat,
     file_format,
     has_known_ending,
@@ -377,18 +378,25 @@ def plan_slices(
     records_left = limit_docs
     all_parts = (part for file in files for part in _split(file, slice_bytes))
     for part in all_parts:
-        if records_left is not None:
-            part = replace(part, limit=records_left)
-            records_left -= sum(1 for _ in read_part(part, form))
         if parts and num_bytes + part.num_bytes > slice_bytes:
             slices.append(Slice(len(slices), tuple(parts)))
             parts = []
             num_bytes = 0
-        parts.append(part)
         num_bytes += part.num_bytes
+        if records_left is not None:
+            part = replace(part, limit=records_left)
+            records = list(map(_num_bytes, read_part(part, form)))
+            records_left -= len(records)
+            # The rate that is logged and the sample for a tokenizer would be those of the full file.
+            part = replace(part, num_bytes=sum(records))
+        parts.append(part)
         if records_left == 0:
             break
     return [*slices, Slice(len(slices), tuple(parts))]
+
+
+def _num_bytes(record: Document | Problem) -> int:
+    return len(record.data) if isinstance(record, Document) else 0
 
 
 def _split(file: InputFile, slice_bytes: int) -> Iterator[Part]:

@@ -128,6 +128,8 @@ def test_limit_reads_the_first_records(tmp_path: Path) -> None:
     for limit in (1, 10, 11, 25, 99):
         for slice_bytes in (20, 10**6):
             assert texts(read_all(tmp_path, slice_bytes, limit=limit)) == everything[:limit]
+            slices = plan_slices(find_files(str(tmp_path)), slice_bytes, FORM, limit)
+            assert sum(part.num_bytes for part in slices) == 3 * min(limit, 40)
 
 
 def test_several_keys_are_joined(tmp_path: Path) -> None:
