@@ -173,6 +173,7 @@ def find_files(
             f"--output={output} must not be the folder of --input={path}; choose another folder"
         )
     by_path: dict[str, str] = {}  # real path -> relative name
+    dangling = set[str]()
     for each in found:
         for file in _walk(each):
             name = os.path.relpath(file, root or ".")
@@ -181,8 +182,17 @@ def find_files(
                 continue
             if own is not None and real.startswith(f"{own}/"):
                 continue
-            if matches(name, include or ["*"]) and not matches(name, exclude):
-                by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
+            if not matches(name, include or ["*"]) or matches(name, exclude):
+                continue
+            if _is_dangling(file):
+                dangling.add(name)
+                continue
+            by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
+    if dangling:
+        note_once(
+            f"--input={path}: skipped {counted(len(dangling), 'link')} to files that do not exist: "
+            f"{_shown(sorted(dangling))}"
+        )
     names = sorted(by_path.values(), key=os.fsencode)
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _DATASETS_METADATA]
@@ -294,8 +304,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _expand(folder: str, parts: Sequence[str], above: Sequence[str]) -> Iterator[str]:
-    """Yields the files and folders below a folder that match the parts of a glob; with `**` at the
-    end the folder itself.
+    """Yields the files, folders and links to nothing below a folder that match the parts of a glob;
+    with `**` at the end the folder itself.
 
     `above`: the real paths of this folder and those above it, against links that lead back. Not
     `glob.glob`, which takes a folder that cannot be read for an empty one.
@@ -324,7 +334,7 @@ def _expand(folder: str, parts: Sequence[str], above: Sequence[str]) -> Iterator
         return
     for name in fnmatch.filter(names, first) if glob.has_magic(first) else names:
         path = os.path.join(folder, name)
-        if exists(path):
+        if exists(path) or _is_dangling(path):
             yield from _expand(path, rest, [*above, os.path.realpath(path)])
 
 
@@ -337,7 +347,8 @@ def _note_or_raise(error: OSError) -> None:
 
 
 def _walk(path: str) -> Iterator[str]:
-    """Yields the files below a folder, under all their names; a file yields itself.
+    """Yields the files below a folder, under all their names, and links to nothing; a file yields
+    itself.
 
     A folder with two names, such as a link `latest`, is read under both, because --include and
     --exclude may select one of them.
@@ -345,7 +356,7 @@ def _walk(path: str) -> Iterator[str]:
     Raises:
         OSError: the storage does not give a folder, whose files would be missing in the shards.
     """
-    if is_file(path):
+    if is_file(path) or _is_dangling(path):
         yield path
     # The real paths of each folder to read and those above it, against links that lead back.
     above = {path: {os.path.realpath(path)}}
@@ -361,8 +372,12 @@ def _walk(path: str) -> Iterator[str]:
         subfolders[:] = kept
         for name in files:
             file = os.path.join(folder, name)
-            if not name.startswith(".") and is_file(file):
+            if not name.startswith(".") and (is_file(file) or _is_dangling(file)):
                 yield file
+
+
+def _is_dangling(path: str) -> bool:
+    return os.path.islink(path) and not exists(path)
 
 
 def plan_slices(
