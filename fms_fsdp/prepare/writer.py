@@ -516,6 +516,11 @@ def publish(
         found = results[source.name]
         total = Stats.merge(found[index]["stats"] for index in sorted(found))
         if SPLITS[0] not in splits_of(found.values()):
+            if total.documents:
+                raise UserError(
+                    f"--split sends {counted(total.documents, 'document')}, all of source "
+                    f"{source.name}, to validation or test; raise the ratio of training, or add text"
+                )
             reasons = total.reasons() or "no records"
             raise UserError(
                 f"--input: source {source.name} has no documents to train on: {reasons}; check the "

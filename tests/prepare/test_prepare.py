@@ -203,6 +203,13 @@ def test_split_follows_content_and_fractions(tmp_path: Path) -> None:
     assert "validation" not in (output / "meta/counts.csv").read_text()
 
 
+def test_split_without_training_documents_is_rejected(tmp_path: Path) -> None:
+    """It was "no records"."""
+    path = write_jsonl(tmp_path / "x.jsonl", ["a", "b"])
+    with pytest.raises(ValueError, match="^--split sends 2 documents, all of source x, to valid"):
+        run(tmp_path / "out", f"x={path}", split=(1e-9, 1.0))
+
+
 def test_filters_count_rejected_documents(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", ["", "a", "bb", "ccc", "dddd"])
     with open(path, "a") as file:

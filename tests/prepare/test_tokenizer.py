@@ -114,7 +114,7 @@ def test_byte_tokenizer_needs_no_file() -> None:
     assert [tokenizer.decode(ids) for ids in encoded] == ODD_TEXTS
     assert encoded[3].tolist() == list(ODD_TEXTS[3].encode())
     assert load_tokenizer("byte", "<|end_of_text|>").vocabulary == tokenizer.vocabulary
-    with pytest.raises(UserError, match="--eos_token=</s> is not the EOS token of --tokenizer=byte"):
+    with pytest.raises(UserError, match="--eos_token=</s> is not the EOS token of"):
         load_tokenizer("byte", "</s>")
     assert tokenizer.vocabulary.eos_id == 257 < tokenizer.vocabulary.size
     assert tokenizer.decode([104, 105, 257]) == "hi"
