@@ -39,8 +39,11 @@ from fms_fsdp.prepare.documents import (
 # Bytes of text per byte of a file, roughly.
 _EXPANSION = {".gz": 4, ".zst": 4, ".xz": 5, ".bz2": 4, ".parquet": 3}
 _RESERVED = ("meta", "validation", "test")
-# the first word of a file or folder with one split of a dataset, as in test-00000-of-00002.parquet
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|eval|test)([-_.]|$)")
+# a word in the name of a file or folder with one split of a dataset, as in
+# test-00000-of-00002.parquet and, of a cache of the package datasets, wikitext-test.arrow
+_SPLIT = re.compile(r"(?:^|[-_.])(train|validation|valid|val|dev|eval|test)(?:[-_.]|$)")
+# the folder of a revision in a cache of the Hugging Face Hub
+_REVISION = re.compile(r"(?:^|/)([0-9a-f]{40})/")
 _SHOWN_FILES = 3  # in a note
 # Files of the package datasets beside its .arrow files.
 _DATASETS_METADATA = {"dataset_info.json", "state.json", "dataset_dict.json"}
@@ -197,6 +200,7 @@ def find_files(
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _DATASETS_METADATA]
         names = _without_copies(path, names)
+    note_revisions(path, names)
     if not names:
         rule = "contains no files to read; check the folder, --include and --exclude"
         raise MissingInput(f"--input={path} {rule}")
@@ -276,7 +280,7 @@ def note_splits(source: str, files: Iterable[InputFile]) -> None:
         if file_format(file.path) == "text":  # code has files such as test_x.py
             continue
         for part in file.name.lower().split("/"):
-            match = _SPLIT.match(part)
+            match = _SPLIT.search(part)
             if match is not None:
                 splits.add(match[1])
     if "train" in splits and len(splits) > 1:
@@ -284,6 +288,21 @@ def note_splits(source: str, files: Iterable[InputFile]) -> None:
             f"source {source} consists of several splits, {', '.join(sorted(splits))}, and all "
             "become training data; select one with --include, e.g. '*train*'"
         )
+
+
+def note_revisions(path: str, names: Iterable[str]) -> None:
+    """Notes that a folder has several revisions of a dataset, which repeat most of its records."""
+    revisions = dict[str, set[str]]()  # by dataset
+    for name in names:
+        match = _REVISION.search(name)
+        if match is not None:
+            revisions.setdefault(name[: match.start()], set()).add(match[1])
+    for found in revisions.values():
+        if len(found) > 1:
+            note_once(
+                f"--input={path} has {len(found)} revisions of a dataset, {_shown(sorted(found))}, "
+                "and all are read; name the folder of one"
+            )
 
 
 def _has_records(file: InputFile, form: TextFormat) -> bool:

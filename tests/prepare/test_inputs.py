@@ -190,6 +190,18 @@ def test_folder_of_hub_cache_gives_its_records(
     assert "skipped 2 files without a known ending" in notes
     assert ": refs/main, snapshots/5fc1/data/README.md; --include='*'" in notes
     assert "source x consists of several splits, test, train" in notes
+    assert "revisions" not in notes
+    for number in range(2):  # a file that differs between them
+        revision = hub / "snapshots" / f"{number:040x}"
+        revision.mkdir()
+        (revision / "wiki-train.jsonl").write_bytes(LINES)
+        (revision / "wiki-dev.jsonl").symlink_to(hub / "blobs/1fe1")
+    assert run(tmp_path, hub / "snapshots", output=f"{tmp_path}/both").documents == 8
+    assert "has 2 revisions of a dataset, 0000" in capsys.readouterr().err
+    one = hub / "snapshots" / f"{0:040x}"
+    assert run(tmp_path, one, output=f"{tmp_path}/one").documents == 4
+    notes = capsys.readouterr().err
+    assert "several splits, dev, train" in notes and "revisions" not in notes
 
 
 @pytest.mark.parametrize("records", ["a.jsonl", "a.jsonl.gz", "a.json"])
