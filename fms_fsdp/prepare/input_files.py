@@ -178,7 +178,7 @@ def find_files(
     by_path: dict[str, str] = {}  # real path -> relative name
     dangling = set[str]()
     for each in found:
-        for file in _walk(each):
+        for file in _walk(each, all_names=bool(include or exclude)):
             name = os.path.relpath(file, root or ".")
             real = os.path.realpath(file)
             if pattern and any(map(_is_hidden, name.split("/"))):
@@ -365,19 +365,19 @@ def _note_or_raise(error: OSError) -> None:
         raise error
 
 
-def _walk(path: str) -> Iterator[str]:
-    """Yields the files below a folder, under all their names, and links to nothing; a file yields
-    itself.
+def _walk(path: str, *, all_names: bool) -> Iterator[str]:
+    """Yields the files and the links to nothing below a folder; a file yields itself.
 
-    A folder with two names, such as a link `latest`, is read under both, because --include and
-    --exclude may select one of them.
+    A folder with two names, as by a link `latest`, is read once or, with `all_names`, under both:
+    --include and --exclude may select one of them.
 
     Raises:
         OSError: the storage does not give a folder, whose files would be missing in the shards.
     """
     if is_file(path) or _is_dangling(path):
         yield path
-    # The real paths of each folder to read and those above it, against links that lead back.
+    # The real paths of folders that are not read again below each folder: itself and those above
+    # it, against links that lead back, or else all that were seen.
     above = {path: {os.path.realpath(path)}}
     for folder, subfolders, files in os.walk(path, onerror=_note_or_raise, followlinks=True):
         reals = above.pop(folder)
@@ -385,9 +385,14 @@ def _walk(path: str) -> Iterator[str]:
         for name in sorted(subfolders):
             sub = os.path.join(folder, name)
             real = os.path.realpath(sub)
-            if not _is_hidden(name) and real not in reals:
+            if _is_hidden(name) or real in reals:
+                continue
+            if all_names:
                 above[sub] = reals | {real}
-                kept.append(name)
+            else:
+                reals.add(real)
+                above[sub] = reals
+            kept.append(name)
         subfolders[:] = kept
         for name in files:
             file = os.path.join(folder, name)
