@@ -33,6 +33,7 @@ from fms_fsdp.prepare.writer import (
     lock_output,
     save_tokenizer,
 )
+from fms_fsdp.tokenizers.huggingface import HFTokenizer
 from fms_fsdp.tokenizers.load import load_tokenizer
 from fms_fsdp.tokenizers.tokenizer import (
     SentencePieceTokenizer,
@@ -157,6 +158,11 @@ def _choose_tokenizer(
         )
     if replaces_space(tokenizer):
         note(f"the tokenizer has no piece for the space, and turns each space into {_SPACE}")
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.drops_text():
+        note(
+            "the tokenizer has no unknown token and not a token for every byte, so it drops the "
+            "characters that it lacks; train it with initial_alphabet=ByteLevel.alphabet()"
+        )
     vocabulary = tokenizer.vocabulary
     bos_id = _bos_id(config, tokenizer)  # its error comes before the plans are written
     plans = [_plan(config, source, vocabulary, sources) for source in sources]
@@ -212,7 +218,7 @@ def _train(config: PrepareConfig, sources: Sequence[PreparedSource]) -> Tokenize
     slices = [part for source in sources for part in source.slices]
     texts = list(sample_texts(slices, _form(config), config.tokenizer_sample_mb * 10**6))
     size = config.vocab_size or 32_000
-    size_mb = sum(map(len, texts)) / 1e6
+    size_mb = sum(len(text.encode()) for text in texts) / 1e6
     note(f"training a {config.tokenizer_type} tokenizer of {size} tokens on {size_mb:.1f} MB")
     model = train_sentencepiece(texts, size, config.tokenizer_type)
     return SentencePieceTokenizer(model, "trained", config.eos_token)

@@ -227,7 +227,10 @@ def _read_megatron(path: str) -> Iterator[Tokens]:
         lengths = np.fromfile(file, "<i4", num_sequences)
         pointers = np.fromfile(file, "<i8", num_sequences)
         edges = np.fromfile(file, "<i8", num_edges)
-    if len(edges) != num_edges or (len(edges) and edges[-1] > num_sequences):
+    is_complete = len(edges) == num_edges and (not num_edges or edges[-1] <= num_sequences)
+    is_ordered = bool((np.diff(edges) >= 0).all())  # otherwise sequences would be read twice
+    is_positive = bool((lengths >= 0).all() and (pointers >= 0).all())
+    if not is_complete or not is_ordered or not is_positive:
         raise UserError("the index is truncated or corrupt; copy the file again")
     if num_sequences and (num_edges == 0 or edges[0] != 0 or edges[-1] != num_sequences):
         raise UserError(
@@ -249,6 +252,8 @@ def _read_datatrove(path: str) -> Iterator[Tokens]:
     Source: datatrove, pipeline/tokens/tokenizer.py.
     """
     ends = np.fromfile(path + ".index", "<u8").astype(np.int64)
+    if (np.diff(ends, prepend=0) < 0).any():  # tokens would be read twice
+        raise UserError("its index is corrupt, a document ends before it begins; copy it again")
     total = int(ends[-1]) if len(ends) else 0
     size = os.path.getsize(path)
     if size not in (2 * total, 4 * total):  # also if the index is empty

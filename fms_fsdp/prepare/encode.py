@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class TextReader:
         """Returns the ids of each document.
 
         A prompt is encoded separately, as in generation, and its ids and the BOS token are masked.
-        The response continues it.
+        The response continues it. Without a response there is no document to learn from: no ids.
         """
         texts = [document.text[document.prompt :] for document in documents]
         responses = tokenizer.encode(texts)
@@ -148,6 +148,9 @@ class TextReader:
         prompts = tokenizer.encode([document.text[: document.prompt] for document in documents])
         rows = []
         for prompt, response in zip(prompts, responses, strict=True):
+            if not len(response):  # of a text that the tokenizer drops, such as spaces
+                rows.append(response)
+                continue
             before = np.array([*bos, *prompt.tolist()], np.uint32)
             if has_prompts:
                 before |= np.uint32(NO_LOSS)
@@ -215,6 +218,12 @@ def make_shards(
         UserError: an unreadable input, too many malformed records, or a source without documents.
     """
     results = {source.name: source.finished() for source in sources}
+    num_bad = dict[str, int]()
+    for name, finished in results.items():
+        # The call that exceeded the limit may have encoded every slice, so that none is pending.
+        stats = Stats.merge(result["stats"] for result in finished.values())
+        _check_bad_lines(name, settings, stats.num_bad, stats.bad)
+        num_bad[name] = stats.num_bad
     jobs = [
         SliceJob(source.name, part, settings, source.partial, source.journal)
         for source in sources
@@ -232,23 +241,20 @@ def make_shards(
         ):
             pass
         mark_copies(jobs)
-    num_bad = {name: _num_bad(finished) for name, finished in results.items()}
     for job, result in run_jobs(encode_slice, pending, workers, "encode"):
         results[job.source][job.slice.index] = result
         num_bad[job.source] += result["stats"]["num_bad"]
-        _check_bad_lines(job, num_bad[job.source], result["stats"]["bad"])
+        _check_bad_lines(job.source, settings, num_bad[job.source], result["stats"]["bad"])
     return publish(config.folder, sources, results)
 
 
-def _num_bad(finished: Mapping[int, SliceResult]) -> int:
-    return sum(result["stats"]["num_bad"] for result in finished.values())
-
-
-def _check_bad_lines(job: SliceJob, num_bad: int, examples: Sequence[str]) -> None:
-    limit = job.settings.max_bad_lines
+def _check_bad_lines(
+    source: str, settings: ShardSettings, num_bad: int, examples: Sequence[str]
+) -> None:
+    limit = settings.max_bad_lines
     if num_bad > limit:
         raise UserError(
-            f"--max_bad_lines={limit} is exceeded in source {job.source}: {'; '.join(examples)}; repair "
+            f"--max_bad_lines={limit} is exceeded in source {source}: {'; '.join(examples)}; repair "
             "or --exclude the files, or raise the limit"
         )
 
@@ -283,7 +289,7 @@ def encode_slice(job: SliceJob) -> SliceResult:
     for record in settings.reader.read(job.slice.parts, copies):
         if isinstance(record, Problem):
             stats.skip(record)
-            _check_bad_lines(job, stats.num_bad, stats.bad)
+            _check_bad_lines(job.source, settings, stats.num_bad, stats.bad)
             continue
         tokens = record.tokens
         split = SPLITS[0]

@@ -27,6 +27,7 @@ from fms_fsdp.prepare.documents import (
     COMPRESSED,
     Document,
     Part,
+    Problem,
     TextFormat,
     file_format,
     has_known_ending,
@@ -38,11 +39,16 @@ from fms_fsdp.prepare.documents import (
 # Bytes of text per byte of a file, roughly.
 _EXPANSION = {".gz": 4, ".zst": 4, ".xz": 5, ".bz2": 4, ".parquet": 3}
 _RESERVED = ("meta", "validation", "test")
-# the first word of a file or folder with one split of a dataset, as in test-00000-of-00002.parquet
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|eval|test)([-_.]|$)")
+# a word in the name of a file or folder with one split of a dataset, as in
+# test-00000-of-00002.parquet and, of a cache of the package datasets, wikitext-test.arrow
+_SPLIT = re.compile(r"(?:^|[-_.])(train|validation|valid|val|dev|eval|test)(?:[-_.]|$)")
+# the folder of a revision in a cache of the Hugging Face Hub
+_REVISION = re.compile(r"(?:^|/)([0-9a-f]{40})/")
 _SHOWN_FILES = 3  # in a note
 # Files of the package datasets beside its .arrow files.
 _DATASETS_METADATA = {"dataset_info.json", "state.json", "dataset_dict.json"}
+# The results of map, filter and the like, which the package saves with the files they are made from.
+_DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 
 
 @dataclass(frozen=True)
@@ -170,19 +176,31 @@ def find_files(
             f"--output={output} must not be the folder of --input={path}; choose another folder"
         )
     by_path: dict[str, str] = {}  # real path -> relative name
+    dangling = set[str]()
     for each in found:
-        for file in _walk(each):
+        for file in _walk(each, all_names=bool(include or exclude)):
             name = os.path.relpath(file, root or ".")
             real = os.path.realpath(file)
             if pattern and any(map(_is_hidden, name.split("/"))):
                 continue
             if own is not None and real.startswith(f"{own}/"):
                 continue
-            if matches(name, include or ["*"]) and not matches(name, exclude):
-                by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
+            if not matches(name, include or ["*"]) or matches(name, exclude):
+                continue
+            if _is_dangling(file):
+                dangling.add(name)
+                continue
+            by_path[real] = min(name, by_path.get(real, name), key=_rank_of_name)
+    if dangling:
+        note_once(
+            f"--input={path}: skipped {counted(len(dangling), 'link')} to files that do not exist: "
+            f"{_shown(sorted(dangling))}"
+        )
     names = sorted(by_path.values(), key=os.fsencode)
     if any(name.endswith(".arrow") for name in names):
         names = [name for name in names if os.path.basename(name) not in _DATASETS_METADATA]
+        names = _without_copies(path, names)
+    note_revisions(path, names)
     if not names:
         rule = "contains no files to read; check the folder, --include and --exclude"
         raise MissingInput(f"--input={path} {rule}")
@@ -192,6 +210,35 @@ def find_files(
         stat = os.stat(full)
         files.append(InputFile(full, name, stat.st_size, stat.st_mtime_ns))
     return files
+
+
+def _without_copies(path: str, names: Sequence[str]) -> list[str]:
+    """Drops the cache files of the package datasets, which repeat the rows of other files of their
+    folder, and logs their names."""
+    folders = set[str]()  # with a file that is not a cache
+    for name in names:
+        folder, base = os.path.split(name)
+        if base.endswith(".arrow") and not _DATASETS_CACHE.fullmatch(base):
+            folders.add(folder)
+    kept = list[str]()
+    skipped = list[str]()
+    for name in names:
+        folder, base = os.path.split(name)
+        if folder in folders and _DATASETS_CACHE.fullmatch(base):
+            skipped.append(name)
+        else:
+            kept.append(name)
+    if skipped:
+        note_once(
+            f"--input={path}: skipped {counted(len(skipped), 'file')} in which the package datasets "
+            f"caches changed rows of the others: {_shown(skipped)}; name such a file to read it"
+        )
+    return kept
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _SHOWN_FILES else ""
+    return ", ".join(names[:_SHOWN_FILES]) + more
 
 
 def unique_files(files: Iterable[InputFile]) -> tuple[InputFile, ...]:
@@ -218,11 +265,10 @@ def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) ->
     skipped = [file for file in files if not has_known_ending(file.name)]
     if not skipped or not any(_has_records(file, form) for file in kept):
         return list(files)
-    names = ", ".join(file.name for file in skipped[:_SHOWN_FILES])
-    more = ", …" if len(skipped) > _SHOWN_FILES else ""
+    names = _shown([file.name for file in skipped])
     note_once(
         f"--input={path}: skipped {counted(len(skipped), 'file')} without a known ending, because "
-        f"the folder has records: {names}{more}; --include='*' reads all files"
+        f"the folder has records: {names}; --include='*' reads all files"
     )
     return kept
 
@@ -234,7 +280,7 @@ def note_splits(source: str, files: Iterable[InputFile]) -> None:
         if file_format(file.path) == "text":  # code has files such as test_x.py
             continue
         for part in file.name.lower().split("/"):
-            match = _SPLIT.match(part)
+            match = _SPLIT.search(part)
             if match is not None:
                 splits.add(match[1])
     if "train" in splits and len(splits) > 1:
@@ -242,6 +288,21 @@ def note_splits(source: str, files: Iterable[InputFile]) -> None:
             f"source {source} consists of several splits, {', '.join(sorted(splits))}, and all "
             "become training data; select one with --include, e.g. '*train*'"
         )
+
+
+def note_revisions(path: str, names: Iterable[str]) -> None:
+    """Notes that a folder has several revisions of a dataset, which repeat most of its records."""
+    revisions = dict[str, set[str]]()  # by dataset
+    for name in names:
+        match = _REVISION.search(name)
+        if match is not None:
+            revisions.setdefault(name[: match.start()], set()).add(match[1])
+    for found in revisions.values():
+        if len(found) > 1:
+            note_once(
+                f"--input={path} has {len(found)} revisions of a dataset, {_shown(sorted(found))}, "
+                "and all are read; name the folder of one"
+            )
 
 
 def _has_records(file: InputFile, form: TextFormat) -> bool:
@@ -262,8 +323,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _expand(folder: str, parts: Sequence[str], above: Sequence[str]) -> Iterator[str]:
-    """Yields the files and folders below a folder that match the parts of a glob; with `**` at the
-    end the folder itself.
+    """Yields the files, folders and links to nothing below a folder that match the parts of a glob;
+    with `**` at the end the folder itself.
 
     `above`: the real paths of this folder and those above it, against links that lead back. Not
     `glob.glob`, which takes a folder that cannot be read for an empty one.
@@ -292,7 +353,7 @@ def _expand(folder: str, parts: Sequence[str], above: Sequence[str]) -> Iterator
         return
     for name in fnmatch.filter(names, first) if glob.has_magic(first) else names:
         path = os.path.join(folder, name)
-        if exists(path):
+        if exists(path) or _is_dangling(path):
             yield from _expand(path, rest, [*above, os.path.realpath(path)])
 
 
@@ -304,27 +365,43 @@ def _note_or_raise(error: OSError) -> None:
         raise error
 
 
-def _walk(path: str) -> Iterator[str]:
-    """Yields the files below a folder, each folder once; a file yields itself.
+def _walk(path: str, *, all_names: bool) -> Iterator[str]:
+    """Yields the files and the links to nothing below a folder; a file yields itself.
+
+    A folder with two names, as by a link `latest`, is read once or, with `all_names`, under both:
+    --include and --exclude may select one of them.
 
     Raises:
         OSError: the storage does not give a folder, whose files would be missing in the shards.
     """
-    if is_file(path):
+    if is_file(path) or _is_dangling(path):
         yield path
-    seen = {os.path.realpath(path)}
+    # The real paths of folders that are not read again below each folder: itself and those above
+    # it, against links that lead back, or else all that were seen.
+    above = {path: {os.path.realpath(path)}}
     for folder, subfolders, files in os.walk(path, onerror=_note_or_raise, followlinks=True):
+        reals = above.pop(folder)
         kept = []
-        for sub in sorted(subfolders):
-            real = os.path.realpath(os.path.join(folder, sub))
-            if not _is_hidden(sub) and real not in seen:
-                seen.add(real)
-                kept.append(sub)
+        for name in sorted(subfolders):
+            sub = os.path.join(folder, name)
+            real = os.path.realpath(sub)
+            if _is_hidden(name) or real in reals:
+                continue
+            if all_names:
+                above[sub] = reals | {real}
+            else:
+                reals.add(real)
+                above[sub] = reals
+            kept.append(name)
         subfolders[:] = kept
         for name in files:
             file = os.path.join(folder, name)
-            if not name.startswith(".") and is_file(file):
+            if not name.startswith(".") and (is_file(file) or _is_dangling(file)):
                 yield file
+
+
+def _is_dangling(path: str) -> bool:
+    return os.path.islink(path) and not exists(path)
 
 
 def plan_slices(
@@ -340,18 +417,25 @@ def plan_slices(
     records_left = limit_docs
     all_parts = (part for file in files for part in _split(file, slice_bytes))
     for part in all_parts:
-        if records_left is not None:
-            part = replace(part, limit=records_left)
-            records_left -= sum(1 for _ in read_part(part, form))
         if parts and num_bytes + part.num_bytes > slice_bytes:
             slices.append(Slice(len(slices), tuple(parts)))
             parts = []
             num_bytes = 0
-        parts.append(part)
         num_bytes += part.num_bytes
+        if records_left is not None:
+            part = replace(part, limit=records_left)
+            records = list(map(_num_bytes, read_part(part, form)))
+            records_left -= len(records)
+            # The rate that is logged and the sample for a tokenizer would be those of the full file.
+            part = replace(part, num_bytes=sum(records))
+        parts.append(part)
         if records_left == 0:
             break
     return [*slices, Slice(len(slices), tuple(parts))]
+
+
+def _num_bytes(record: Document | Problem) -> int:
+    return len(record.data) if isinstance(record, Document) else 0
 
 
 def _split(file: InputFile, slice_bytes: int) -> Iterator[Part]:

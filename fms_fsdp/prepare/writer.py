@@ -424,12 +424,14 @@ def save_tokenizer(
     """Saves a copy of the tokenizer with the shards.
 
     It consists of its files, its description meta/tokenizer.json, and its chat settings (None keeps
-    those of the output). The files of a tokenizer of another kind that it replaces are removed.
+    those of the output). `trained_on` stays if the tokenizer does. The files of a tokenizer of another kind that it replaces are removed.
     """
     path = output / "meta" / "tokenizer.json"
     replaced = None
     if path.is_file():
-        replaced, _ = parse_description(path.read_bytes(), str(path))
+        replaced, replaced_trained_on = parse_description(path.read_bytes(), str(path))
+        if trained_on is None and replaced.digest == tokenizer.vocabulary.digest:
+            trained_on = replaced_trained_on  # the call that trained it may be run again
     tokenizer.save(output)
     if chat is not None:
         save_chat_settings(chat, output)
@@ -514,6 +516,11 @@ def publish(
         found = results[source.name]
         total = Stats.merge(found[index]["stats"] for index in sorted(found))
         if SPLITS[0] not in splits_of(found.values()):
+            if total.documents:
+                raise UserError(
+                    f"--split sends {counted(total.documents, 'document')}, all of source "
+                    f"{source.name}, to validation or test; raise the ratio of training, or add text"
+                )
             reasons = total.reasons() or "no records"
             raise UserError(
                 f"--input: source {source.name} has no documents to train on: {reasons}; check the "

@@ -38,6 +38,9 @@ _END_NAMES = (
 # classes of transformers; others split numbers or letters in another way
 _LIKE_GPT2 = ("GPT2Tokenizer", "RobertaTokenizer", "CodeGenTokenizer")
 
+# C0, C1 and F5 to FF, which byte-level tokenizers write as the characters of these numbers
+_BYTES_NOT_IN_UTF8 = "ÀÁõö÷øùúûüýþÿ"
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # prepare runs a process per core
 
 
@@ -49,6 +52,7 @@ class HFTokenizer:
     """A tokenizer of the package tokenizers."""
 
     def __init__(self, path: Path, eos_token: str = "") -> None:
+        self._name = str(path)
         name = f"--tokenizer ({path})"
         try:
             import tokenizers
@@ -96,7 +100,13 @@ class HFTokenizer:
         return known[0] if known else None  # "</s>" may also be a piece of text
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the package has no class for it
+            raise UserError(
+                f"--tokenizer ({self._name}) cannot encode the text: {shown(str(error))}; use a "
+                "tokenizer with an unknown token or byte fallback"
+            ) from error
         return [np.array(row.ids, dtype=np.uint32) for row in rows]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -138,6 +148,22 @@ class HFTokenizer:
             return int(model["unk_id"])
         token = model.get("unk_token")
         return self.token_id(token) if isinstance(token, str) else None
+
+    def drops_text(self) -> bool:
+        """Returns whether text without a token is dropped: BPE does so without an unknown token."""
+        content = json.loads(self._content)
+        model = content["model"]
+        if "merges" not in model or model.get("unk_token"):
+            return False
+        if "ByteLevel" in json.dumps(content.get("pre_tokenizer")):
+            from tokenizers.pre_tokenizers import ByteLevel
+
+            pieces = set(ByteLevel.alphabet()) - set(_BYTES_NOT_IN_UTF8)
+        elif model.get("byte_fallback"):
+            pieces = {f"<0x{number:02X}>" for number in range(256)}
+        else:
+            return True
+        return not pieces <= self._tokenizer.get_vocab(with_added_tokens=False).keys()
 
     def save(self, folder: Path) -> None:
         write_atomically(folder / self.vocabulary.file_name, self._content, sync=True)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from pathlib import Path
 
-from fms_fsdp.errors import MissingInput
+from fms_fsdp.errors import MissingInput, UserError
 from fms_fsdp.files import read_json_object
 from fms_fsdp.packages import is_installed
 from fms_fsdp.tokenizers.huggingface import HFTokenizer
@@ -31,14 +31,14 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
         FileNotFoundError, UserError: no such file, not a tokenizer, or one without an EOS token.
     """
     if name == "byte":
-        return ByteTokenizer()
+        return _byte_tokenizer(eos_token)
     path = Path(name).expanduser()
     described = path / "meta" / "tokenizer.json"  # of an output of `prepare`
     if described.is_file():
         description = read_json_object(described)
         kind = description.get("kind")
         if kind == "byte":
-            return ByteTokenizer()
+            return _byte_tokenizer(eos_token)
         file = path / FILE_NAMES.get(str(kind), "")
         if file.is_file():
             path = file
@@ -60,6 +60,16 @@ def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
     for file in (path, *(path.with_name(each) for each in _BESIDE)):
         digest.update(hashlib.sha256(file.read_bytes()).digest() if file.is_file() else b"-")
     return _load(path, name, eos_token, digest.hexdigest())
+
+
+def _byte_tokenizer(eos_token: str) -> Tokenizer:
+    tokenizer = ByteTokenizer()
+    if eos_token and tokenizer.token_id(eos_token) != tokenizer.vocabulary.eos_id:
+        raise UserError(
+            f"--eos_token={eos_token} is not the EOS token of --tokenizer=byte, <|end_of_text|>; "
+            "remove the flag"
+        )
+    return tokenizer
 
 
 @functools.lru_cache(maxsize=4)

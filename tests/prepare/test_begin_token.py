@@ -131,3 +131,24 @@ def test_bos_without_a_prompt_is_no_label_either(tmp_path: Path) -> None:
         "prepare", tmp_path / "x.jsonl", tmp_path / "out", "--prompt_key=ask", BEGIN
     )
     assert documents == [[256 + (1 << 31), ord("a")]]
+
+
+@pytest.mark.parametrize("flags", [("--bos_token=<s>",), ("--prompt_key=ask",)])
+def test_text_without_tokens_is_no_document(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Models such as T5's drop spaces; it was a document of the BOS token or the prompt alone."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c"] * 9),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=270,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=3,
+    )
+    records = [{"text": text, "ask": "a"} for text in ("  ", "b", " \n")]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
+    argv = ["prepare", f"--input=web={tmp_path}/x.jsonl", f"--output={tmp_path}/out"]
+    assert main([*argv, f"--tokenizer={tmp_path}/sp.model", "--num_workers=1", *flags]) == 0
+    shard = pa.ipc.open_file(tmp_path / "out/web/shard-00000.arrow").read_all()
+    (document,) = shard.column("tokens").to_pylist()
+    assert len(document) > 1

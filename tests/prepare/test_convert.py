@@ -183,6 +183,18 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
     with open(tmp_path / "later.idx", "r+b") as index:
         index.seek(9)
         index.write(b"\x02")  # its version
+    write_datatrove(tmp_path / "back.ds", [[1, 2, 3, 4]], "<u2")
+    (tmp_path / "back.ds.index").write_bytes(np.array([3, 1, 4], "<u8").tobytes())
+    write_megatron(tmp_path / "back", [[1, 2], [3], [4]], 8, "<u2")
+    write_megatron(tmp_path / "short", [[1, 2], [3], [4]], 8, "<u2")
+    for name, at, value in (
+        ("back", -16, struct.pack("<q", 0)),  # the third of the edges 0, 1, 2, 3
+        ("short", 34, struct.pack("<i", -2)),  # the first length
+    ):
+        index = bytearray((tmp_path / f"{name}.idx").read_bytes())
+        start = at % len(index)
+        index[start : start + len(value)] = value
+        (tmp_path / f"{name}.idx").write_bytes(index)
     (tmp_path / "other.idx").write_bytes(b"TNTIDX\x00\x00" * 9)
     (tmp_path / "other.bin").write_bytes(b"")
     (tmp_path / "alone.ds").write_bytes(b"\x01\x00")
@@ -207,6 +219,9 @@ def test_corrupt_or_foreign_file_is_named(tmp_path: Path) -> None:
         ("floats.idx", "version 1, type 6; it must be"),
         ("later.idx", "version 2, type 8; it must be"),
         ("other.idx", "not a Megatron index"),
+        ("back.idx", "the index is truncated or corrupt"),
+        ("short.idx", "the index is truncated or corrupt"),
+        ("back.ds", "its index is corrupt, a document ends before it begins"),
         ("alone.ds", "No such file"),
         ("empty.ds", "has 2 bytes for 0 tokens of its index"),
         ("text.parquet", "has no column tokens or input_ids, only text"),

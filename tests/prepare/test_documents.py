@@ -98,7 +98,9 @@ def test_separator_may_cross_chunks(tmp_path: Path) -> None:
     assert texts(read_all(path, form=form)) == ["a" * 8191, "b", "c" * 5000 + "\n"]
 
 
-def test_folder_gives_its_text_files_verbatim(tmp_path: Path) -> None:
+def test_folder_gives_its_text_files_verbatim(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "src"
     code = "def f():\r\n\tif x:\n        return 1  \n\n"
     files = {"pkg/b.py": code.encode(), "pkg/sub/a.py": b"\xef\xbb\xbfx", "empty.md": b""}
@@ -113,11 +115,14 @@ def test_folder_gives_its_text_files_verbatim(tmp_path: Path) -> None:
     (root / "dangling.py").symlink_to(tmp_path / "nothing")
     records = read_all(root)
     assert texts(records) == ["", "linked", code, "x"]  # in byte order of the names
+    skipped = "skipped 1 link to files that do not exist: dangling.py"
+    assert skipped in capsys.readouterr().err
     assert sorted(problem.reason for problem in problems(records)) == ["binary file", "not UTF-8"]
     assert not any(problem.malformed for problem in problems(records))
     names = [file.name for file in find_files(str(root), include=["*.py"], exclude=["pkg/*"])]
     assert names == ["linked.py"]
     names = [file.name for file in find_files(f"{root}/**/*.py")]
+    assert skipped in capsys.readouterr().err
     assert names == ["linked.py", "pkg/b.py", "pkg/sub/a.py"]
 
 
@@ -128,6 +133,8 @@ def test_limit_reads_the_first_records(tmp_path: Path) -> None:
     for limit in (1, 10, 11, 25, 99):
         for slice_bytes in (20, 10**6):
             assert texts(read_all(tmp_path, slice_bytes, limit=limit)) == everything[:limit]
+            slices = plan_slices(find_files(str(tmp_path)), slice_bytes, FORM, limit)
+            assert sum(part.num_bytes for part in slices) == 3 * min(limit, 40)
 
 
 def test_several_keys_are_joined(tmp_path: Path) -> None:

@@ -190,6 +190,18 @@ def test_folder_of_hub_cache_gives_its_records(
     assert "skipped 2 files without a known ending" in notes
     assert ": refs/main, snapshots/5fc1/data/README.md; --include='*'" in notes
     assert "source x consists of several splits, test, train" in notes
+    assert "revisions" not in notes
+    for number in range(2):  # a file that differs between them
+        revision = hub / "snapshots" / f"{number:040x}"
+        revision.mkdir()
+        (revision / "wiki-train.jsonl").write_bytes(LINES)
+        (revision / "wiki-dev.jsonl").symlink_to(hub / "blobs/1fe1")
+    assert run(tmp_path, hub / "snapshots", output=f"{tmp_path}/both").documents == 8
+    assert "has 2 revisions of a dataset, 0000" in capsys.readouterr().err
+    one = hub / "snapshots" / f"{0:040x}"
+    assert run(tmp_path, one, output=f"{tmp_path}/one").documents == 4
+    notes = capsys.readouterr().err
+    assert "several splits, dev, train" in notes and "revisions" not in notes
 
 
 @pytest.mark.parametrize("records", ["a.jsonl", "a.jsonl.gz", "a.json"])
@@ -356,3 +368,38 @@ def test_globs_match_as_those_of_python(tmp_path: Path) -> None:
             expected = {f"{tmp_path}/w[1]/a.txt"}
         given = find_files(f"{tmp_path}/{pattern}")
         assert {os.path.realpath(file.path) for file in given} == expected, pattern
+
+
+@pytest.mark.parametrize("selected", ["current", "v2"])
+def test_folder_with_two_names_is_excluded_by_one(tmp_path: Path, selected: str) -> None:
+    """It was read under the first name alone: --exclude='current/*' lost the files of v2."""
+    (tmp_path / "in/v2/part").mkdir(parents=True)
+    (tmp_path / "in/v2/part/a.txt").write_text("a")
+    (tmp_path / "in/current").symlink_to("v2")
+    (tmp_path / "in/v2/part/loop").symlink_to(tmp_path / "in")
+    folder = str(tmp_path / "in")
+    names = [f"{selected}/part/a.txt"]
+    other = "v2" if selected == "current" else "current"
+    assert [file.name for file in find_files(folder, exclude=[f"{other}/*"])] == names
+    assert [file.name for file in find_files(folder, include=[f"{selected}/part/*.txt"])] == names
+    assert len(find_files(folder)) == 1
+
+
+def test_caches_of_datasets_repeat_no_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`map` on a data set that was loaded from a folder writes the changed rows into it."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    table = pa.table({"text": ["a", "b"]})
+    cache = "cache-0123456789abcdef"
+    caches = [f"{cache}.arrow", f"{cache}_00000_of_00002.arrow"]
+    for name in ("data-00000-of-00001.arrow", *caches):
+        with pa.ipc.new_stream(str(folder / name), table.schema) as writer:
+            writer.write_table(table)
+    (folder / "state.json").write_text("{}")
+    assert run(tmp_path, folder).documents == 2
+    assert "skipped 2 files in which the package datasets" in capsys.readouterr().err
+    assert texts(folder / caches[0]) == ["a", "b"]  # a file that was named itself is read
+    (folder / "data-00000-of-00001.arrow").unlink()
+    assert texts(folder) == ["a", "b", "a", "b"]  # nothing tells that they repeat another file

@@ -203,6 +203,13 @@ def test_split_follows_content_and_fractions(tmp_path: Path) -> None:
     assert "validation" not in (output / "meta/counts.csv").read_text()
 
 
+def test_split_without_training_documents_is_rejected(tmp_path: Path) -> None:
+    """It was "no records"."""
+    path = write_jsonl(tmp_path / "x.jsonl", ["a", "b"])
+    with pytest.raises(ValueError, match="^--split sends 2 documents, all of source x, to valid"):
+        run(tmp_path / "out", f"x={path}", split=(1e-9, 1.0))
+
+
 def test_filters_count_rejected_documents(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", ["", "a", "bb", "ccc", "dddd"])
     with open(path, "a") as file:
@@ -231,6 +238,10 @@ def test_bad_lines_are_limited_over_all_slices(
     assert f"{path}:" in error and not (output / "x").exists()
     # Slices of the first call count too: 13 of its lines and 3 of this call's are malformed.
     assert program([*argv, "--max_bad_lines=15"]) == 2
+    # The last slice exceeds the limit, so the second of these calls has no slice left to encode.
+    for _ in range(2):
+        assert program([*argv, "--max_bad_lines=19"]) == 2
+    assert not (output / "x").exists()
     assert program([*argv, "--max_bad_lines=20"]) == 0
     assert texts(output / "x") == ["good"] * 20
 
@@ -270,7 +281,9 @@ def test_later_source_uses_the_folders_tokenizer(tmp_path: Path, corpus: str) ->
         run(output, code, "byte")
     with pytest.raises(ValueError, match="remove --train_tokenizer"):
         run(output, code, "", train_tokenizer=True, vocab_size=320)
-    run(output, code, "")
+    run(output, code, str(output))
+    assert (output / "tokenizer.model").read_bytes() == before
+    run(output, web, "", train_tokenizer=True, vocab_size=320)
     assert (output / "tokenizer.model").read_bytes() == before
     together = tmp_path / "together"
     run(together, corpus, str(output / "tokenizer.model"))

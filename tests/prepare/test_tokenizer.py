@@ -113,6 +113,9 @@ def test_byte_tokenizer_needs_no_file() -> None:
     encoded = tokenizer.encode(ODD_TEXTS)
     assert [tokenizer.decode(ids) for ids in encoded] == ODD_TEXTS
     assert encoded[3].tolist() == list(ODD_TEXTS[3].encode())
+    assert load_tokenizer("byte", "<|end_of_text|>").vocabulary == tokenizer.vocabulary
+    with pytest.raises(UserError, match="--eos_token=</s> is not the EOS token of"):
+        load_tokenizer("byte", "</s>")
     assert tokenizer.vocabulary.eos_id == 257 < tokenizer.vocabulary.size
     assert tokenizer.decode([104, 105, 257]) == "hi"
     assert tokenizer.token_bytes()[[104, 255, 256, 257]].tolist() == [1, 1, 0, 0]
@@ -233,7 +236,9 @@ def test_files_next_to_a_model_may_be_anything(tmp_path: Path, model: bytes) -> 
     assert (tmp_path / "out/meta/prepare/s/plan.json").read_bytes() == plan
 
 
-def test_vocabulary_without_unknown_token_is_usable(tmp_path: Path) -> None:
+def test_vocabulary_without_unknown_token_is_usable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The package tokenizers raises an error for any other text."""
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.models.WordLevel({"x": 0, "</s>": 1})
@@ -242,6 +247,35 @@ def test_vocabulary_without_unknown_token_is_usable(tmp_path: Path) -> None:
     flags = (f"--tokenizer={tmp_path}/words.json", f"--output={tmp_path}/out", "--prompt_key=q")
     assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags]) == 0
     assert not counts_bytes(load_tokenizer(f"{tmp_path}/words.json"))
+    (tmp_path / "x.jsonl").write_text('{"q": "x", "text": "y"}')
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags[:2], "--overwrite=True"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: --tokenizer ({tmp_path}/out/tokenizer.json) cannot encode")
+
+
+@pytest.mark.parametrize("alphabet", ["all", "UTF-8", "text"])
+def test_tokenizer_that_drops_characters_is_noted(
+    tmp_path: Path, alphabet: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the alphabet of bytes, BPE without an unknown token has no ids for other characters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = set(byte_level.alphabet())
+    if alphabet == "UTF-8":
+        letters -= {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
+    if alphabet == "text":
+        letters = set()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = byte_level
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["</s>"], initial_alphabet=sorted(letters), show_progress=False
+    )
+    tokenizer.train_from_iterator(["a b"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text("a é\x01")
+    flags = (f"--tokenizer={tmp_path}/tokenizer.json", f"--output={tmp_path}/out")
+    assert main(["prepare", f"s={tmp_path}/x.txt", *flags, "--num_workers=1"]) == 0
+    assert ("drops the characters" in capsys.readouterr().err) == (alphabet == "text")
 
 
 def test_hugging_face_files_are_read(tmp_path: Path, source_code: list[str]) -> None:
