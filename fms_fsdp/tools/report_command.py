@@ -33,7 +33,10 @@ def main(config: ReportConfig) -> None:
     runs = [load_run(Path(folder)) for folder in dict.fromkeys(config.runs)]
     path = Path(config.output or Path(config.runs[0], "report.html"))
     page = render(runs).encode(errors="replace")  # a name may not be UTF-8
-    write_atomically(path, page)
+    target = path.resolve()  # a link stays, such as one in a folder of a web server
+    if target.exists() and not target.is_file():
+        raise UserError(f"--output={path} must be a file; choose another path")
+    write_atomically(target, page)
     print(path)
 
 

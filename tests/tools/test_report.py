@@ -128,14 +128,31 @@ def test_bad_run_folder_is_one_line(
 def test_failed_write_keeps_the_older_page(
     restarted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, content: bytes) -> None:
+    def fail(temporary: Path, path: Path) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     page = restarted / "report.html"
     page.write_text("older")
-    monkeypatch.setattr("fms_fsdp.tools.report_command.write_atomically", fail)
+    before = set(os.listdir(restarted))
+    monkeypatch.setattr("fms_fsdp.files.replace_file", fail)
     assert main(["report", str(restarted)]) == 2
-    assert page.read_text() == "older"
+    assert page.read_text() == "older" and set(os.listdir(restarted)) == before
+
+
+def test_page_replaces_no_link_and_no_pipe(
+    restarted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As root, --output=/dev/null made the device a file."""
+    published = tmp_path / "published.html"
+    published.write_text("older")
+    (restarted / "report.html").symlink_to(published)
+    assert main(["report", str(restarted)]) == 0
+    assert (restarted / "report.html").is_symlink() and "<script>" in published.read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["report", str(restarted), f"--output={pipe}"]) == 2
+    assert "pipe must be a file; choose another path" in capsys.readouterr().err
+    assert pipe.is_fifo()
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
