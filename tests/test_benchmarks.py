@@ -154,6 +154,7 @@ def test_shakespeare_is_trained_by_its_preset(tmp_path: Path) -> None:
     assert 2.0 < one["ours"]["val_loss"] < 3.6  # ln(65) is 4.2
 
 
+@pytest.mark.slow
 def test_layouts_are_measured_beside_one_process_and_the_prediction(tmp_path: Path) -> None:
     script = "benchmarks/bench_parallel.py --world=2 --steps=2"
     command = [sys.executable, *script.split(), f"--output={tmp_path}/r.json"]
