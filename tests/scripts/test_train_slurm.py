@@ -133,7 +133,8 @@ def test_job_ends_with_status_and_requests(
     requests: list[str],
     words: str,
 ) -> None:
-    job = submit(PLAN=plan, **settings)
+    of_another_job = {"SLURM_JOB_END_TIME": "1000"}  # from which this one was submitted
+    job = submit(PLAN=plan, **of_another_job, **settings)
     output, _ = job.communicate(timeout=300)
     assert job.returncode == status and words in output, output
     assert asked(repo) == requests
