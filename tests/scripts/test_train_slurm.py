@@ -157,7 +157,7 @@ def test_status_of_earlier_job_hides_no_failure(repo: Path, submit: Submit, befo
 
 def test_hanging_squeue_delays_no_job(repo: Path, submit: Submit) -> None:
     """With `timeout` of a fraction of a second in place of a minute."""
-    (repo / "fake/squeue").write_text(f'#!/bin/bash\nexec {shutil.which("sleep")} 600\n')
+    (repo / "fake/squeue").write_text(f"#!/bin/bash\nexec {shutil.which('sleep')} 600\n")
     short = f'#!/bin/bash\nexec {shutil.which("timeout")} 0.2 "${{@:2}}"\n'
     (repo / "fake/timeout").write_text(short)
     (repo / "fake/timeout").chmod(0o755)
