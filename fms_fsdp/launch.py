@@ -86,8 +86,13 @@ def train(nodes: Nodes, flags: Sequence[str], run_dir: Path) -> int:
         outcome_file = Path(folder, "outcome.json")
         child = Child(command, child_variables(os.environ), run_dir, outcome_file)
         returncode = child.run()
-        status = exit_status(returncode, child.outcome().get("status", ""))
+        outcome = child.outcome().get("status", "")
+        status = exit_status(returncode, outcome)
         reason = child.reason()
+        if child.is_stopping and not outcome and status == FAILED:
+            # The signal ended processes that do not handle it yet, such as torchrun's imports.
+            status = STOPPED
+            reason = "a signal ended it before the training began"
         if nodes.is_elastic and status == FAILED and child.lost_rendezvous:
             status = STOPPED
             reason = f"the node that hosts the rendezvous ({nodes.rendezvous}) is gone"
@@ -296,6 +301,7 @@ class Child:
         self.run_dir = run_dir
         self.outcome_file = outcome
         self.lost_rendezvous = False  # no rank failed, but the rendezvous did not answer
+        self.is_stopping = False  # a signal has asked for the end
         self._signals: list[int] = []  # not handled yet
 
     def run(self) -> int:
@@ -351,17 +357,16 @@ class Child:
         agent would end while the other nodes wait for it, so all ranks see the file STOP instead.
         """
         stop_file = self.run_dir / "STOP"
-        is_stopping = False
         writes_stop = False
         written_at = 0.0
         while process.poll() is None:
             while self._signals:
                 number = self._signals.pop(0)
-                if is_stopping:
+                if self.is_stopping:
                     if number == signal.SIGINT:
                         process.send_signal(signal.SIGINT)
                     continue
-                is_stopping = True
+                self.is_stopping = True
                 writes_stop = self.is_torchrun and bool(self.outcome().get("claimed"))
                 if not writes_stop:
                     process.send_signal(signal.SIGTERM if self.is_torchrun else number)

@@ -184,30 +184,31 @@ def begin_records(launch: Launch, failed_step: int | None, at_end: ExitStack) ->
 
 
 def make_due_exports(launch: Launch, signals: StopSignals) -> bool:
-    """Makes the exports that an earlier launch of a finished run has left, on rank 0.
+    """Makes the exports that an earlier launch of a finished run has left (collective).
 
     Returns whether all are made: the launch may be asked to stop.
     """
     cfg = launch.run.config
     start = launch.found.resume.start
-    if launch.world.rank > 0 or not cfg.checkpoint.export_interval:
+    is_main = launch.world.rank == 0
+    if not cfg.checkpoint.export_interval:
         return True
     from fms_fsdp.hf.exporter import Exporter
 
     root = launch.run_dir.checkpoints
     exports = launch.run_dir.folder / "exports"
-    exporter = Exporter(cfg.checkpoint.export_interval, root, exports, start.step, is_main=True)
-    if not exporter.due_steps():
+    exporter = Exporter(cfg.checkpoint.export_interval, root, exports, start.step, is_main=is_main)
+    if not run_on_rank0(exporter.due_steps):
         return True
     signals.can_save = True  # nothing is lost: a signal ends the wait
-    stop = StopControl(cfg, launch.run_dir.stop_file, signals, is_main=True)
+    stop = StopControl(cfg, launch.run_dir.stop_file, signals, is_main=is_main)
     exporter.finish(lambda: None, stop.is_asked)
     exporter.close()
     policy = KeepPolicy.from_config(cfg.checkpoint)
-    if policy.last and not start.non_finite_steps:
+    if is_main and policy.last and not start.non_finite_steps:
         own = [step for step in checkpoint_steps(root) if step <= start.step]
         delete_old(root, own, policy, exporter, CompleteCheckpoints())
-    return not exporter.due_steps()
+    return not run_on_rank0(exporter.due_steps)
 
 
 def log_compilation(launch: Launch) -> None:

@@ -208,6 +208,7 @@ def end(settings: StepSettings, state: TrainState, parts: Components) -> None:
     if state.is_done and not state.evaluation_pending:
         parts.checkpoints.finish(state)
         parts.guard.finish()
+        parts.stop.signals.can_save = True  # also without a step, a signal ends the wait
         parts.checkpoints.finish_exports(state, parts.stop.is_asked)
 
 

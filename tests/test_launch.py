@@ -32,6 +32,10 @@ def count(number, frame):
     heard.append(signal.Signals(number).name)
 plan, _, status = os.environ["PLAN"].partition(":")
 heard = []
+if plan == "imports":  # no handlers yet
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "ready").touch()
+    time.sleep(60)
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, count)
 print("before the run directory")
@@ -271,6 +275,22 @@ def test_signal_ends_torchrun_before_the_run(tmp_path: Path, torchrun: dict[str,
     output = stopped(tmp_path, "starting:0", signal.SIGTERM, **torchrun)
     assert "heard SIGTERM \n" in output
     assert not (tmp_path / "run/console.txt").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("ranks", ["one process", "torchrun"])
+def test_signal_during_imports_is_a_stop(
+    tmp_path: Path, torchrun: dict[str, str], number: int, ranks: str
+) -> None:
+    """The launch failed with status 1, and no process gave a reason."""
+    variables = torchrun if ranks == "torchrun" else {}
+    process = launch(tmp_path, "imports", **variables)
+    wait_for(tmp_path / "run/ready")
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    words = "stopped early, the same command resumes the run: a signal ended it before the training"
+    assert words in output
 
 
 def test_mistyped_flag_ends_before_any_work(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def _folder_state(folder: Path) -> tuple[int, ...]:
     for path in (folder, folder / FILES, folder / STATE, folder / METADATA):
         try:
             found = os.stat(path)
-        except FileNotFoundError:  # `problem` says so
+        except (FileNotFoundError, NotADirectoryError):  # `problem` says so
             continue
         state += [found.st_ino, found.st_mtime_ns, found.st_size]
     return tuple(state)
@@ -512,7 +512,10 @@ def delete(folder: Path) -> None:
         if not _rename_or_mark(folder, doomed, "deleted"):
             doomed = folder
             (folder / FILES).unlink(missing_ok=True)  # the mark may be the first file to go
-    shutil.rmtree(doomed)
+    if doomed.is_symlink():  # the user moved the folder to another disk, where it stays
+        doomed.unlink()
+    else:
+        shutil.rmtree(doomed)
 
 
 def clean_up(root: Path) -> Iterator[Path]:

@@ -11,6 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import torch
+import torch.distributed as dist
+
 from fms_fsdp.checkpoint.folders import describe_health, read_metadata
 from fms_fsdp.errors import UserError
 from fms_fsdp.files import is_folder, read_json, write_json
@@ -57,10 +60,27 @@ class Exporter:
             self._export_next()
 
     def finish(self, alive: Callable[[], object], is_stopped: Callable[[], bool]) -> None:
-        """Completes the due exports at the end of the run, unless the launch is asked to stop.
+        """Completes the due exports at the end of the run, unless the launch is asked to stop
+        (collective: every rank).
 
+        All ranks wait for rank 0: some minutes after its first node has ended, SLURM kills a job.
         `alive` tells the watchdog that this rank does not hang.
         """
+        has_ended = torch.zeros(1, dtype=torch.uint8)
+
+        def share() -> None:
+            alive()
+            if dist.is_initialized():
+                dist.broadcast(has_ended, src=0)
+
+        if self._is_on:
+            self._export_due(share, is_stopped)
+            has_ended.fill_(1)
+            share()
+        while not has_ended:
+            share()
+
+    def _export_due(self, alive: Callable[[], object], is_stopped: Callable[[], bool]) -> None:
         while self._export_next():
             assert self._running is not None
             alive()

@@ -27,6 +27,7 @@ from fms_fsdp.checkpoint.retention import KeepPolicy, parse_schedule
 from fms_fsdp.config.values import format_bytes
 from fms_fsdp.distributed.dtensor import local_shard, sharded_like
 from fms_fsdp.distributed.mesh import Mesh
+from fms_fsdp.distributed.runtime import run_on_rank0
 from fms_fsdp.errors import RunFailed, UserError
 from fms_fsdp.files import is_folder
 from fms_fsdp.logs import log, rank_log
@@ -216,7 +217,8 @@ class CheckpointManager:
 
     @property
     def has_due_exports(self) -> bool:
-        return self.exporter is not None and bool(self.exporter.due_steps())
+        """Whether exports are left (collective)."""
+        return self.exporter is not None and bool(run_on_rank0(self.exporter.due_steps))
 
     def close(self) -> None:
         """Drops a running export, and completes the work in flight."""

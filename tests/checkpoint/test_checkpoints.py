@@ -103,6 +103,18 @@ def test_folder_that_vanishes_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert left_of(tmp_path, 1) == [25]
 
 
+def test_links_and_files_do_not_prevent_deletion(tmp_path: Path) -> None:
+    """A link was renamed and stayed, and because of a file nothing was ever deleted."""
+    root = tmp_path / "checkpoints"
+    saved(root, 10, 20, 25)
+    (root / "step_10").rename(tmp_path / "archive")
+    (root / "step_10").symlink_to(tmp_path / "archive")
+    (root / "step_5").touch()
+    assert left_of(root, 1) == [25]
+    assert sorted(path.name for path in root.iterdir()) == ["step_25", "step_5"]
+    assert (tmp_path / "archive" / folders.FILES).exists()
+
+
 def test_failing_storage_at_evaluation_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import torch.distributed as dist
 
 from fms_fsdp.checkpoint.folders import STATE
 from fms_fsdp.config import TrainConfig
 from fms_fsdp.files import write_json
 from fms_fsdp.hf.exporter import Exporter
 from fms_fsdp.state import TrainMetadata
+from tests.distributed.launch import run_ranks
 from tests.specs import resolved
 
 RECORD = resolved(TrainConfig()).saved_with
@@ -134,3 +136,19 @@ def test_failing_storage_leaves_last_exports_due(
         exporter.finish(lambda: None, lambda: False)
     assert exporter.due_steps() == (8,) and "step_8" in caplog.text
     assert "no checkpoint" not in caplog.text and exporter_of(tmp_path, 8).due_steps() == (8,)
+
+
+def finish_slow_export(folder: str) -> bool:
+    """Returns on each rank whether the export has ended when `finish` returns."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            exporter = due_after(Path(folder), patch, f"sleep 0.7; touch '{folder}/exported'")
+        else:
+            exporter = Exporter(4, Path(folder), Path(folder), 8, is_main=False)
+        exporter.finish(lambda: None, lambda: False)
+    return Path(folder, "exported").exists()
+
+
+def test_ranks_wait_for_last_exports(tmp_path: Path) -> None:
+    """The other nodes ended, and srun killed the job with its exports ten minutes later."""
+    assert run_ranks(finish_slow_export, 2, str(tmp_path)) == [True, True]

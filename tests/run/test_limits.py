@@ -16,6 +16,7 @@ from fms_fsdp.distributed.runtime import HostCopy
 from fms_fsdp.run.status import RunStatus
 from fms_fsdp.run.stop import StopControl, StopSignals
 from fms_fsdp.state import TrainState
+from fms_fsdp.train import end
 from tests.states import bare_state
 
 
@@ -160,3 +161,18 @@ def test_signal_spares_a_launch_that_ends(tmp_path: Path) -> None:
     heard._status.fail("out of disk space")
     heard._ask("SIGINT")
     assert heard._status.peer_failed() and heard._status.outcome == "failed"
+
+
+def test_signal_ends_exports_of_launch_without_step(tmp_path: Path) -> None:
+    """The launch aborted "before the first step", and its export continued without it."""
+    stop = limits(tmp_path)
+    could_save = []
+    nothing = SimpleNamespace(settle=lambda: None, finish=lambda: None)
+    checkpoints = SimpleNamespace(
+        finish=lambda state: None,
+        finish_exports=lambda state, is_stopped: could_save.append(stop.signals.can_save),
+    )
+    parts: Any = SimpleNamespace(guard=nothing, metrics=nothing, stop=stop, checkpoints=checkpoints)
+    settings: Any = None
+    end(settings, bare_state(100, 100), parts)
+    assert could_save == [True]

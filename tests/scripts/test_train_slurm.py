@@ -133,7 +133,8 @@ def test_job_ends_with_status_and_requests(
     requests: list[str],
     words: str,
 ) -> None:
-    job = submit(PLAN=plan, **settings)
+    of_another_job = {"SLURM_JOB_END_TIME": "1000"}  # from which this one was submitted
+    job = submit(PLAN=plan, **of_another_job, **settings)
     output, _ = job.communicate(timeout=300)
     assert job.returncode == status and words in output, output
     assert asked(repo) == requests
@@ -141,6 +142,28 @@ def test_job_ends_with_status_and_requests(
     assert (folder / "slurm_job").read_text() == ("5\n" if settings else "7\n")
     call = json.loads((repo / "called.json").read_text())
     assert call["env"]["SLURM_JOB_END_TIME"] == "4000000000"
+
+
+@pytest.mark.parametrize("before", ["finished", "resume_me"])
+def test_status_of_earlier_job_hides_no_failure(repo: Path, submit: Submit, before: str) -> None:
+    """An elastic launch failed before it had the run directory, and the job said: finished."""
+    (repo / "fake/srun").write_text("#!/bin/bash\nexit 2\n")
+    (repo / "runs/job-7").mkdir(parents=True)
+    (repo / "runs/job-7/status.json").write_text(f'{{"status": "{before}", "step": 9}}')
+    job = submit(NNODES="1:3")
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 2 and "failed with status 2" in output, output
+
+
+def test_hanging_squeue_delays_no_job(repo: Path, submit: Submit) -> None:
+    """With `timeout` of a fraction of a second in place of a minute."""
+    (repo / "fake/squeue").write_text(f"#!/bin/bash\nexec {shutil.which('sleep')} 600\n")
+    short = f'#!/bin/bash\nexec {shutil.which("timeout")} 0.2 "${{@:2}}"\n'
+    (repo / "fake/timeout").write_text(short)
+    (repo / "fake/timeout").chmod(0o755)
+    job = submit()
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and "the run is finished" in output, output
 
 
 def test_failing_requeue_is_tried_again(repo: Path, submit: Submit) -> None:
