@@ -41,6 +41,8 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 NUM_LOCAL_TRIES = 6  # 8 s: a server of NFS that is restarted, or moves, answers again in seconds
+# This process or machine lacks descriptors or memory, or the file is in use: it may be valid.
+SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY}
 NUM_THREADS = 16  # a call to a parallel file system takes milliseconds, in which others can run
 PROGRESS_S = 10.0
 LOST_AND_FOUND = "lost+found"  # of the file system, at the root of a disk; only root may read it
@@ -344,7 +346,8 @@ def reporting_progress(text: Callable[[], str]) -> Iterator[None]:
 def _retried(
     read: Callable[[], T], name: str, *, before_retry: Callable[[], object] = lambda: None
 ) -> T:
-    """Returns `read()`, and tries for some seconds while the storage does not answer.
+    """Returns `read()`, and tries for some seconds while the storage does not answer, or the process
+    lacks what it needs to read.
 
     Raises:
         ReadFailed: it did not answer in time. OSError: another error, at once.
@@ -356,7 +359,7 @@ def _retried(
         try:
             return read()
         except OSError as error:
-            if not is_storage_failure(error):
+            if not is_storage_failure(error) and error.errno not in SHORTAGES:
                 raise
             failure = read_failed(name, error.strerror)
             text = "try %d of %d failed: %s: %s"

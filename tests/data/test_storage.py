@@ -360,6 +360,29 @@ def test_stale_handle_is_opened_again(
         files.read("shard", 3, 0)
 
 
+@pytest.mark.parametrize("code", sorted(storage.SHORTAGES))
+def test_shortage_of_the_machine_masks_no_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The valid shard was masked, or without --on_missing=mask the run ended as bad input."""
+    files, waits, pread = write_corpus(tmp_path, {"web": [3000]}), list[float](), os.pread
+    num_failures = 1
+
+    def failing(descriptor: int, size: int, offset: int) -> bytes:
+        if len(waits) < num_failures:
+            raise OSError(code, os.strerror(code))
+        return pread(descriptor, size, offset)
+
+    with files.stream(4, seq_length=32, on_missing="mask") as stream:
+        monkeypatch.setattr(os, "pread", failing)
+        monkeypatch.setattr(storage.time, "sleep", waits.append)
+        stream.batch_at(1)
+        assert len(waits) == 1 and not stream._masked
+        num_failures = 99
+        with pytest.raises(ReadFailed, match="the file is not corrupt"):
+            stream.batch_at(2)
+
+
 @pytest.mark.parametrize("uri", [False, True])
 def test_listing_follows_links_without_a_stat_of_files(tmp_path: Path, uri: bool) -> None:
     root = tmp_path / "data"
