@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from fms_fsdp.config.values import counted
 from fms_fsdp.data.shards import Shard
@@ -90,8 +89,11 @@ class Storage:
         self.data_path = data_path
         self.root = data_path  # for messages, which must not show the secrets of an address
         if "://" in data_path:
-            scheme, host, folder = urlsplit(data_path)[:3]
-            self.root = f"{scheme}://{host.rpartition('@')[2]}{folder}"
+            scheme, _, address = data_path.partition("?")[0].partition("://")
+            host, _, _ = address.partition("/")
+            if ":" in host or "@" in host:  # KEY:SECRET@HOST; a secret may contain "/"
+                address = address.rpartition("@")[2]
+            self.root = f"{scheme}://{address}"
         self._open = lru_cache(max_open_files())(self._open_file)
         if listing is not None:
             self.listing = listing
@@ -147,7 +149,10 @@ class Storage:
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            # Errors of pyarrow repeat the address, which may contain a secret.
+            own, shown = (path.partition("://")[2] for path in (self.data_path, self.root))
+            reason = str(error).replace(own, shown) if own else str(error)
+            reason = " ".join(reason.split())
             if isinstance(error, FileNotFoundError) or "NO_SUCH_BUCKET" in reason:
                 missing = f"--data_path={self.root} does not exist; correct the path"
                 raise MissingInput(missing) from error

@@ -173,6 +173,14 @@ def test_dead_endpoint_is_rejected_within_seconds() -> None:
     assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("uri", ["s3://key:se cret@top/x", "s3://key:se/cret@top/x"])
+def test_address_in_an_error_has_no_secret(uri: str) -> None:
+    """pyarrow's error repeats the address."""
+    with pytest.raises(StorageError, match="cannot be listed: Cannot parse URI: 's3://") as caught:
+        open_storage(uri)
+    assert "cret" not in str(caught.value)
+
+
 @pytest.mark.slow
 @needs_moto
 def test_missing_bucket_folder_and_file_are_named(local: dict[str, Files], s3_port: int) -> None:
