@@ -11,9 +11,9 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from fms_fsdp.data import object_store, storage
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.object_store import PAGE, ObjectStore
 from fms_fsdp.data.open_storage import open_storage
+from fms_fsdp.data.sequences import SourceReader
 from fms_fsdp.data.storage import Storage, max_open_files
 from fms_fsdp.errors import ReadFailed, StorageError
 from tests.cases import cases
@@ -250,10 +251,39 @@ def test_prefetched_pages_are_read_once(open_flaky: Callable[[Flaky], Storage]) 
     store = Flaky(64 * PAGE)
     files = open_flaky(store)
     files.prefetch("a/b", [(0, PAGE), (PAGE, 8 * PAGE), (40 * PAGE, 40 * PAGE + 10)])
+    cast(ObjectStore, files)._pages._pool.shutdown()  # from here on, no page can be fetched
+    assert store.num_reads == 9
     for _ in range(2):
         assert files.read("a/b", 8 * PAGE, 0) == store.data[: 8 * PAGE]
         assert files.read("a/b", 10, 40 * PAGE) == store.data[40 * PAGE : 40 * PAGE + 10]
     assert store.num_reads == 9
+
+
+@pytest.mark.parametrize("packing", ["concat", "bestfit"])
+def test_tokens_of_a_window_are_prefetched(
+    local: dict[str, Files], monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    read = SourceReader._read
+    num_reads = 0
+
+    def recorded(self: ObjectStore, path: str, found: Iterable[tuple[int, int]]) -> None:
+        ranges.setdefault(path, []).extend(found)
+
+    def checked(self: SourceReader, number: int, width: int, count: int, offset: int) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        stop = offset + count * width
+        prefetched = ranges[self.source.paths[number]]
+        assert any(a <= offset and stop <= b for a, b in prefetched), (offset, stop)
+        return read(self, number, width, count, offset)
+
+    monkeypatch.setattr(ObjectStore, "prefetch", recorded)
+    monkeypatch.setattr(SourceReader, "_read", checked)
+    files = local["lists"]
+    with files.stream(8, data_path=files.root.as_uri(), seq_length=600, packing=packing) as stream:
+        stream.batch_at(1)
+    assert num_reads > 8
 
 
 def test_close_drops_queued_pages(open_flaky: Callable[[Flaky], Storage]) -> None:
