@@ -345,11 +345,26 @@ def test_failed_reads_are_retried_and_named(
     with pytest.raises(ReadFailed, match="^s3://top/x/a/b cannot be read: reset by peer; the file"):
         open_flaky(store).read("a/b", 10, 0)
     assert store.num_reads == object_store.NUM_TRIES
-    for error in (FileNotFoundError("gone"), OSError("AWS Error ACCESS_DENIED during GetObject")):
+    denied = OSError("AWS Error ACCESS_DENIED during GetObject")
+    for error in (FileNotFoundError("gone"), PermissionError("no"), denied):
         store = Flaky(PAGE, [error])
         with pytest.raises(type(error), match=str(error)):
             open_flaky(store).read("a/b", 10, 0)
         assert store.num_reads == 1
+
+
+def test_object_shorter_than_its_listing_is_rejected(
+    open_flaky: Callable[[Flaky], Storage],
+) -> None:
+    """A short page would shift the bytes of the pages after it."""
+    store = Flaky(3 * PAGE)
+    files = open_flaky(store)
+    assert files.size("a/b") == 3 * PAGE
+    store.data = store.data[: PAGE + 5]
+    match = f"^s3://top/x/a/b: received 5 of {PAGE} bytes at {PAGE}$"
+    with pytest.raises(StorageError, match=match):
+        files.read("a/b", 3 * PAGE, 0)
+    assert files.read("a/b", 9, 0) == store.data[:9]
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
