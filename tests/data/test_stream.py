@@ -382,7 +382,9 @@ def test_changed_shards_are_rejected(tmp_path: Path) -> None:
         other.stream(4, seq_length=32).load_state_dict(state, 3)
 
 
-@pytest.mark.parametrize("flag", [{"seed": 2}, {"seq_length": 32}, {"packing": "bestfit"}])
+@pytest.mark.parametrize(
+    "flag", [{"seed": 2}, {"seq_length": 32}, {"packing": "bestfit"}, {"sep_token": 4}]
+)
 def test_fixed_flags_must_match_the_checkpoint(files: Files, flag: dict[str, Any]) -> None:
     state = files.stream(4, seq_length=64).state_dict()
     ((name, value),) = flag.items()
