@@ -189,14 +189,14 @@ def check_shard(
     """Compares an open shard with its counts and its source.
 
     Without `vocab_size` (at the start) the tokens of a shard with one record batch per document are
-    not counted, because that reads them all.
+    not counted, because that reads them all, unless the counts say that there are none.
 
     Raises:
         ShardError: they differ.
         TokenError: a token is not below `vocab_size`.
     """
     expected = int(source.docs[number]), int(source.tokens[number])
-    counted = shard.is_list or vocab_size is not None
+    counted = shard.is_list or vocab_size is not None or expected[1] == 0
     if shard.num_docs != expected[0] or (counted and shard.num_tokens != expected[1]):
         raise ShardError(
             f"shard {shard.path} has {shard.num_docs} documents and {shard.num_tokens} tokens, but "
@@ -436,14 +436,17 @@ def _unlinked(
 def _open_some(
     storage: Files, listed: Mapping[str, list[str]], counts: Counts, may_miss: bool
 ) -> dict[str, Shard]:
-    """Opens all shards of a small corpus, else the first of each source and those without counts.
+    """Opens all shards of a small corpus, else the first of each source and those without tokens in
+    `counts`.
 
     Adds the missing counts to `counts`.
     """
     every = [path for paths in listed.values() for path in paths]
     if len(every) > OPENED_AT_START:
         wanted = {_first_usable(storage, paths, counts, may_miss) for paths in listed.values()}
-        every = [path for path in every if path in wanted or path not in counts]
+        # No step opens a shard that is counted as empty, so only the start can find a wrong 0.
+        wanted |= {path for path in every if counts.get(path, (0, 0))[1] == 0}
+        every = [path for path in every if path in wanted]
     opened = dict[str, Shard]()
     for path in every:
         storage.prefetch_ends(path)

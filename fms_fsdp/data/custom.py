@@ -30,7 +30,8 @@ class CustomStream:
         self._own = own
 
     def __getattr__(self, name: str) -> Any:
-        if name in ANSWERED:
+        # An AttributeError within a property of the user's class is a bug, not a missing property.
+        if name in ANSWERED and not hasattr(type(self._own), name):
             return getattr(self._own, name, ANSWERED[name])
         return getattr(self._own, name)
 

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from fms_fsdp.config.values import counted
 from fms_fsdp.data.shards import Shard
@@ -41,6 +40,8 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 NUM_LOCAL_TRIES = 6  # 8 s: a server of NFS that is restarted, or moves, answers again in seconds
+# This process or machine lacks descriptors or memory, or the file is in use: it may be valid.
+SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY}
 NUM_THREADS = 16  # a call to a parallel file system takes milliseconds, in which others can run
 PROGRESS_S = 10.0
 LOST_AND_FOUND = "lost+found"  # of the file system, at the root of a disk; only root may read it
@@ -88,8 +89,11 @@ class Storage:
         self.data_path = data_path
         self.root = data_path  # for messages, which must not show the secrets of an address
         if "://" in data_path:
-            scheme, host, folder = urlsplit(data_path)[:3]
-            self.root = f"{scheme}://{host.rpartition('@')[2]}{folder}"
+            scheme, _, address = data_path.partition("?")[0].partition("://")
+            host, _, _ = address.partition("/")
+            if ":" in host or "@" in host:  # KEY:SECRET@HOST; a secret may contain "/"
+                address = address.rpartition("@")[2]
+            self.root = f"{scheme}://{address}"
         self._open = lru_cache(max_open_files())(self._open_file)
         if listing is not None:
             self.listing = listing
@@ -145,7 +149,10 @@ class Storage:
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            # Errors of pyarrow repeat the address, which may contain a secret.
+            own, shown = (path.partition("://")[2] for path in (self.data_path, self.root))
+            reason = str(error).replace(own, shown) if own else str(error)
+            reason = " ".join(reason.split())
             if isinstance(error, FileNotFoundError) or "NO_SUCH_BUCKET" in reason:
                 missing = f"--data_path={self.root} does not exist; correct the path"
                 raise MissingInput(missing) from error
@@ -344,7 +351,8 @@ def reporting_progress(text: Callable[[], str]) -> Iterator[None]:
 def _retried(
     read: Callable[[], T], name: str, *, before_retry: Callable[[], object] = lambda: None
 ) -> T:
-    """Returns `read()`, and tries for some seconds while the storage does not answer.
+    """Returns `read()`, and tries for some seconds while the storage does not answer, or the process
+    lacks what it needs to read.
 
     Raises:
         ReadFailed: it did not answer in time. OSError: another error, at once.
@@ -356,7 +364,7 @@ def _retried(
         try:
             return read()
         except OSError as error:
-            if not is_storage_failure(error):
+            if not is_storage_failure(error) and error.errno not in SHORTAGES:
                 raise
             failure = read_failed(name, error.strerror)
             text = "try %d of %d failed: %s: %s"

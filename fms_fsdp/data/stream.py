@@ -25,6 +25,7 @@ from fms_fsdp.config.formats import parse_skips
 from fms_fsdp.data.batch import IGNORED_LABEL, Batch, empty_batch, sequences_of_rank
 from fms_fsdp.data.corpus import (
     Corpus,
+    Source,
     changed_shard,
     check_shard,
     check_tokenizer,
@@ -359,7 +360,12 @@ class TokenStream:
             UserError: the state is of other data, or of another version of the data order.
         """
         mine = self.state_dict()
-        version = state.get("order_version", 1)
+        if "order_version" not in state:  # each version of this stream has it
+            raise UserError(
+                "the checkpoint has the data state of --dataset_builder, so the run cannot resume "
+                f"without it; set --dataset_builder as before, or {WEIGHTS_ONLY}"
+            )
+        version = state["order_version"]
         if version != ORDER_VERSION:
             raise UserError(
                 f"the checkpoint has version {version} of the data order, but this program reads "
@@ -430,6 +436,7 @@ class TokenStream:
         """Raises UserError if a source of the checkpoint has changed or is missing."""
         for source in self.corpus.sources:
             if source.name not in known:
+                self._check_not_renamed(source, known)
                 continue
             digest, shards, tokens, _, content = known[source.name]
             if digest != source.digest:
@@ -450,6 +457,17 @@ class TokenStream:
                 f"source {lost[0]} of the checkpoint does not exist in {self.corpus.storage.root}; "
                 "restore it, or name the sources to continue with in --datasets"
             )
+
+    def _check_not_renamed(self, source: Source, known: Mapping[str, list[Any]]) -> None:
+        """Raises UserError if a new source has the shards of one that the flags no longer name: it
+        would begin again, because the name is part of the order."""
+        for name in sorted(known.keys() - set(self.source_names)):
+            digest, _, _, _, content = known[name]
+            if digest == source.digest and content == source.fingerprint:
+                raise UserError(
+                    f"source {source.name} has the shards of source {name} of the checkpoint, whose "
+                    f"tokens would be repeated; rename its folder to {name}"
+                )
 
     def reader(self, name: str) -> SourceReader:
         """Returns the reader of a source.

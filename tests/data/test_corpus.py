@@ -175,6 +175,21 @@ def test_large_corpus_is_checked_while_read(files: Files, monkeypatch: pytest.Mo
             stream.batch_at(step)
 
 
+@pytest.mark.parametrize("layout", ["lists", "scalars"])
+@pytest.mark.parametrize("opened_at_start", [1, 256])
+def test_full_shard_counted_as_empty_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, opened_at_start: int
+) -> None:
+    """No step opens it: its tokens were left out without a word."""
+    monkeypatch.setattr(corpus_module, "OPENED_AT_START", opened_at_start)
+    files = write_corpus(tmp_path, {"web": [3000, 2000]}, layout=layout, stored=True)
+    num_docs = [len(shard) for shard in files.documents["web"]]
+    rows = [("web/shard-00000.arrow", num_docs[0], files.offset("web", 1, 0))]
+    write_counts(tmp_path, [*rows, ("web/shard-00001.arrow", num_docs[1], 0)])
+    match = rf"shard-00001.arrow has {num_docs[1]} documents and \d+ tokens, but .* says {num_docs[1]} and 0"
+    check_rejected(files, match)
+
+
 def test_shard_truncated_while_read_is_named(files: Files) -> None:
     path = files.root / "one" / "a.arrow"
     write_lists(path, [np.arange(10, 200)] * 30, chunk=1000)

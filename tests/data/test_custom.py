@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fms_fsdp.config import DataConfig
-from fms_fsdp.data.custom import load_builder
+from fms_fsdp.data.custom import CustomStream, load_builder
 from fms_fsdp.data.stream import Stream
 from fms_fsdp.errors import UserError
 
@@ -32,6 +32,12 @@ def blind(section: DataConfig, **settings: Any) -> Blind:
     return Blind()
 
 
+class Buggy:
+    @property
+    def last_step(self) -> int:
+        return self.total  # type: ignore[attr-defined, no-any-return]
+
+
 def build(section: DataConfig) -> Stream:
     return load_builder(section)(section, **SETTINGS)
 
@@ -44,6 +50,12 @@ def test_custom_stream_gets_the_other_methods() -> None:
     assert (stream.batch_at(1), stream.last_step) == (None, None)
     assert (stream.num_masked_rows, stream.consumption()) == (0, {})
     stream.close()
+
+
+def test_bug_in_a_property_is_not_hidden() -> None:
+    """The stream had no last step."""
+    with pytest.raises(AttributeError, match="total"):
+        _ = CustomStream(Buggy()).last_step
 
 
 def test_arguments_of_the_program_are_not_taken() -> None:

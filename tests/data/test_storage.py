@@ -11,9 +11,9 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from fms_fsdp.data import object_store, storage
 from fms_fsdp.data.corpus import open_corpus
 from fms_fsdp.data.object_store import PAGE, ObjectStore
 from fms_fsdp.data.open_storage import open_storage
+from fms_fsdp.data.sequences import SourceReader
 from fms_fsdp.data.storage import Storage, max_open_files
 from fms_fsdp.errors import ReadFailed, StorageError
 from tests.cases import cases
@@ -173,6 +174,14 @@ def test_dead_endpoint_is_rejected_within_seconds() -> None:
     assert time.monotonic() - start < 10 and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("uri", ["s3://key:se cret@top/x", "s3://key:se/cret@top/x"])
+def test_address_in_an_error_has_no_secret(uri: str) -> None:
+    """pyarrow's error repeats the address."""
+    with pytest.raises(StorageError, match="cannot be listed: Cannot parse URI: 's3://") as caught:
+        open_storage(uri)
+    assert "cret" not in str(caught.value)
+
+
 @pytest.mark.slow
 @needs_moto
 def test_missing_bucket_folder_and_file_are_named(local: dict[str, Files], s3_port: int) -> None:
@@ -242,10 +251,39 @@ def test_prefetched_pages_are_read_once(open_flaky: Callable[[Flaky], Storage]) 
     store = Flaky(64 * PAGE)
     files = open_flaky(store)
     files.prefetch("a/b", [(0, PAGE), (PAGE, 8 * PAGE), (40 * PAGE, 40 * PAGE + 10)])
+    cast(ObjectStore, files)._pages._pool.shutdown()  # from here on, no page can be fetched
+    assert store.num_reads == 9
     for _ in range(2):
         assert files.read("a/b", 8 * PAGE, 0) == store.data[: 8 * PAGE]
         assert files.read("a/b", 10, 40 * PAGE) == store.data[40 * PAGE : 40 * PAGE + 10]
     assert store.num_reads == 9
+
+
+@pytest.mark.parametrize("packing", ["concat", "bestfit"])
+def test_tokens_of_a_window_are_prefetched(
+    local: dict[str, Files], monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    read = SourceReader._read
+    num_reads = 0
+
+    def recorded(self: ObjectStore, path: str, found: Iterable[tuple[int, int]]) -> None:
+        ranges.setdefault(path, []).extend(found)
+
+    def checked(self: SourceReader, number: int, width: int, count: int, offset: int) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        stop = offset + count * width
+        prefetched = ranges[self.source.paths[number]]
+        assert any(a <= offset and stop <= b for a, b in prefetched), (offset, stop)
+        return read(self, number, width, count, offset)
+
+    monkeypatch.setattr(ObjectStore, "prefetch", recorded)
+    monkeypatch.setattr(SourceReader, "_read", checked)
+    files = local["lists"]
+    with files.stream(8, data_path=files.root.as_uri(), seq_length=600, packing=packing) as stream:
+        stream.batch_at(1)
+    assert num_reads > 8
 
 
 def test_close_drops_queued_pages(open_flaky: Callable[[Flaky], Storage]) -> None:
@@ -307,11 +345,26 @@ def test_failed_reads_are_retried_and_named(
     with pytest.raises(ReadFailed, match="^s3://top/x/a/b cannot be read: reset by peer; the file"):
         open_flaky(store).read("a/b", 10, 0)
     assert store.num_reads == object_store.NUM_TRIES
-    for error in (FileNotFoundError("gone"), OSError("AWS Error ACCESS_DENIED during GetObject")):
+    denied = OSError("AWS Error ACCESS_DENIED during GetObject")
+    for error in (FileNotFoundError("gone"), PermissionError("no"), denied):
         store = Flaky(PAGE, [error])
         with pytest.raises(type(error), match=str(error)):
             open_flaky(store).read("a/b", 10, 0)
         assert store.num_reads == 1
+
+
+def test_object_shorter_than_its_listing_is_rejected(
+    open_flaky: Callable[[Flaky], Storage],
+) -> None:
+    """A short page would shift the bytes of the pages after it."""
+    store = Flaky(3 * PAGE)
+    files = open_flaky(store)
+    assert files.size("a/b") == 3 * PAGE
+    store.data = store.data[: PAGE + 5]
+    match = f"^s3://top/x/a/b: received 5 of {PAGE} bytes at {PAGE}$"
+    with pytest.raises(StorageError, match=match):
+        files.read("a/b", 3 * PAGE, 0)
+    assert files.read("a/b", 9, 0) == store.data[:9]
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +411,29 @@ def test_stale_handle_is_opened_again(
     code = errno.EACCES  # no further try helps
     with pytest.raises(PermissionError):
         files.read("shard", 3, 0)
+
+
+@pytest.mark.parametrize("code", sorted(storage.SHORTAGES))
+def test_shortage_of_the_machine_masks_no_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """The valid shard was masked, or without --on_missing=mask the run ended as bad input."""
+    files, waits, pread = write_corpus(tmp_path, {"web": [3000]}), list[float](), os.pread
+    num_failures = 1
+
+    def failing(descriptor: int, size: int, offset: int) -> bytes:
+        if len(waits) < num_failures:
+            raise OSError(code, os.strerror(code))
+        return pread(descriptor, size, offset)
+
+    with files.stream(4, seq_length=32, on_missing="mask") as stream:
+        monkeypatch.setattr(os, "pread", failing)
+        monkeypatch.setattr(storage.time, "sleep", waits.append)
+        stream.batch_at(1)
+        assert len(waits) == 1 and not stream._masked
+        num_failures = 99
+        with pytest.raises(ReadFailed, match="the file is not corrupt"):
+            stream.batch_at(2)
 
 
 @pytest.mark.parametrize("uri", [False, True])

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -381,7 +382,9 @@ def test_changed_shards_are_rejected(tmp_path: Path) -> None:
         other.stream(4, seq_length=32).load_state_dict(state, 3)
 
 
-@pytest.mark.parametrize("flag", [{"seed": 2}, {"seq_length": 32}, {"packing": "bestfit"}])
+@pytest.mark.parametrize(
+    "flag", [{"seed": 2}, {"seq_length": 32}, {"packing": "bestfit"}, {"sep_token": 4}]
+)
 def test_fixed_flags_must_match_the_checkpoint(files: Files, flag: dict[str, Any]) -> None:
     state = files.stream(4, seq_length=64).state_dict()
     ((name, value),) = flag.items()
@@ -459,6 +462,26 @@ def test_version_1_is_rejected_with_a_command(files: Files) -> None:
     state = s.state_dict() | {"order_version": 1}
     with pytest.raises(ValueError, match="version 1 of the data order.*--load_model_only=True"):
         s.load_state_dict(state, 3)
+
+
+def test_state_of_a_custom_stream_is_named(files: Files) -> None:
+    """It was called version 1 of the data order."""
+    match = "^the checkpoint has the data state of --dataset_builder.*--load_model_only=True"
+    with pytest.raises(ValueError, match=match):
+        files.stream(4, seq_length=64).load_state_dict({"stride": 1}, 3)
+
+
+def test_renamed_source_is_rejected(tmp_path: Path) -> None:
+    """Its tokens were read again from the first."""
+    files = write_corpus(tmp_path, {"web": [3000], "code": [1500]}, counts=False)
+    state = files.stream(4, seq_length=32).state_dict()
+    (tmp_path / "code").rename(tmp_path / "programs")
+    renamed = {"datasets": ("programs", "web"), "seq_length": 32}
+    match = "source programs has the shards of source code .*; rename its folder to code"
+    with pytest.raises(ValueError, match=match):
+        files.stream(4, **renamed).load_state_dict(state, 20)
+    shutil.copytree(tmp_path / "programs", tmp_path / "code")  # a copy as another source
+    files.stream(4, seq_length=32).load_state_dict(state, 20)
 
 
 def test_fingerprint_depends_on_order_tokens_and_labels(files: Files) -> None:
