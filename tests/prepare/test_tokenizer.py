@@ -204,6 +204,29 @@ def test_responses_continue_their_prompt(tmp_path: Path, source_code: list[str],
         assert len(given) == len(tokenizer.encode([prompt])[0])
 
 
+@pytest.mark.parametrize("kind", ["ByteLevel", "Metaspace"])
+def test_responses_have_no_space_that_decoding_keeps(tmp_path: Path, kind: str) -> None:
+    """A space that decoding keeps was not seen: "Answer:" and "yes" became "Answer: yes"."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = getattr(tokenizers.pre_tokenizers, kind)()  # both add a space
+    if kind == "ByteLevel":  # its decoder keeps the space; Metaspace is tried without a decoder
+        made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False
+    )
+    made.train_from_iterator(["Answer: yes", "a b | yes\n"] * 9, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.jsonl").write_text('{"q": "Answer:", "text": "yes"}\n{"q": "", "text": "yes"}')
+    flags = (f"--tokenizer={tmp_path}/tokenizer.json", f"--output={tmp_path}/out", "--prompt_key=q")
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags]) == 0
+    with open_arrow(str(tmp_path / "out" / "s" / "shard-00000.arrow")) as (_, batches):
+        rows = [row for batch in batches for row in batch.column(0).to_pylist()]
+    responses = [[made.id_to_token(id) for id in row if id < NO_LOSS] for row in rows]
+    spaces = {"ByteLevel": "\u0120", "Metaspace": "\u2581"}
+    assert ["".join(row) for row in responses] == ["yes", f"{spaces[kind]}yes"]
+
+
 def test_eos_token_in_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"model_type": "bpe", "vocab_size": 270, "byte_fallback": True, "minloglevel": 3}
     sentencepiece.SentencePieceTrainer.train(
