@@ -369,17 +369,27 @@ class PreparedSource:
                 path.unlink()
         if self.partial.is_dir():
             for split in self._replaced_splits() - splits:
-                shutil.rmtree(self.final(split), ignore_errors=True)
+                _remove_folder(self.final(split))
             for split in SPLITS:
                 made = self.partial / split
                 if split not in splits or not made.is_dir():
                     continue  # not made, or published before the interruption
                 final = self.final(split)
-                shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
+                _remove_folder(final)  # of an overwritten source
                 final.parent.mkdir(parents=True, exist_ok=True)
                 made.rename(final)
             shutil.rmtree(self.partial)
         (self.journal / _REPLACED).unlink(missing_ok=True)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes a folder if it exists, or the link in its place; a part of it that stays would be
+    trained on, or evaluated.
+    """
+    if folder.is_symlink():  # moved to another disk by hand
+        folder.unlink()
+    elif exists(folder):
+        shutil.rmtree(folder)
 
 
 def splits_of(results: Iterable[SliceResult]) -> set[str]:
