@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fms_fsdp.data.shards import NO_LOSS
@@ -28,7 +30,14 @@ from fms_fsdp.files import is_file, map_or_read
 from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.documents import Part, Problem, open_arrow
 from fms_fsdp.prepare.encode import Encoded, ShardSettings, make_shards
-from fms_fsdp.prepare.input_files import InputFile, Slice, find_files, parse_input, unique_files
+from fms_fsdp.prepare.input_files import (
+    InputFile,
+    Slice,
+    find_files,
+    parse_input,
+    splits_in,
+    unique_files,
+)
 from fms_fsdp.prepare.prepare_flags import ConvertConfig
 from fms_fsdp.prepare.writer import (
     PreparedSource,
@@ -44,6 +53,9 @@ from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 
 PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")
+# Columns of padded rows and of prompts, and the value from which an id counts.
+_LEAST_IN_MASK = {"attention_mask": 1, "loss_mask": 1, "labels": 0}
+_HELD_OUT = ("validation", "test")  # folders in an output of `prepare`
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -148,13 +160,66 @@ def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> Prepared
     for path in paths:
         include = () if is_file(os.path.expanduser(path)) else PATTERNS
         files += find_files(path, include, output=config.folder)
+    files = list(unique_files(files))
+    _note_splits(name, [file.name for file in files])
+    if files:
+        _note_masks(name, files[0].path)
     read = list[InputFile]()  # the shards depend on the partners, too
-    for index, file in enumerate(unique_files(files)):
+    for index, file in enumerate(files):
         read += [file, *_partner(file)]
         ids = _ids_path(file.path)
         num_bytes = os.path.getsize(ids) if is_file(ids) else 0
         slices.append(Slice(index, (Part(file.path, 0, file.size, num_bytes),)))
     return PreparedSource(name, tuple(read), tuple(slices), config.folder)
+
+
+def _note_splits(source: str, names: Sequence[str]) -> None:
+    """Notes that held-out files become training data, too."""
+    splits = splits_in(names)
+    held_out = [name for name in names if name.split("/")[0] in _HELD_OUT]
+    if held_out and len(held_out) < len(names):
+        splits.add("train")
+    if "train" in splits and len(splits) > 1:
+        note_once(
+            f"source {source} consists of several splits, {', '.join(sorted(splits))}, and all "
+            "become training data; name the files or the folder of one in --input"
+        )
+
+
+def _note_masks(source: str, path: str) -> None:
+    """Notes that the first rows of a file have padding, or ids without a label: all are read alike."""
+    found = list[str]()
+    if is_file(f"{path}.loss"):
+        found.append(f"{os.path.basename(path)}.loss")  # of datatrove
+    with suppress(OSError, pa.ArrowInvalid):  # a corrupt file is reported when it is read
+        for name, column in _first_masks(path):
+            least = pc.min(pc.list_flatten(column)).as_py()
+            if least is not None and least < _LEAST_IN_MASK[name]:
+                found.append(name)
+    if found:
+        note_once(
+            f"source {source} has padding or ids without a label ({', '.join(found)}), and all ids "
+            "become training data; write it without padding, or use prepare --prompt_key"
+        )
+
+
+def _first_masks(path: str) -> Iterator[tuple[str, pa.Array]]:
+    """Yields the names and first rows of the columns that mask ids of a Parquet or Arrow file."""
+    match os.path.splitext(path)[1]:
+        case ".parquet":
+            with open(path, "rb") as stream:
+                file = pq.ParquetFile(stream)
+                names = [name for name in _LEAST_IN_MASK if name in file.schema_arrow.names]
+                batch = next(file.iter_batches(batch_size=1024, columns=names), None)
+        case ".arrow":
+            with open_arrow(path) as (schema, batches):
+                names = [name for name in _LEAST_IN_MASK if name in schema.names]
+                batch = next(iter(batches), None) if names else None
+        case _:
+            return
+    for name in names:
+        if batch is not None and pa.types.is_nested(batch.schema.field(name).type):
+            yield name, batch.column(name)
 
 
 def _partner(file: InputFile) -> list[InputFile]:
