@@ -346,6 +346,27 @@ def test_class_decides_how_a_pair_splits(tmp_path: Path, source_code: list[str],
         assert ids.tolist() == expected(text, add_special_tokens=False).input_ids
 
 
+@pytest.mark.parametrize("addition", ["added_tokens.json", "add_prefix_space"])
+def test_additions_to_a_pair_change_its_ids(tmp_path: Path, addition: str) -> None:
+    """The added tokens and the space were ignored."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    raw = tokenizers.ByteLevelBPETokenizer()
+    raw.train_from_iterator(["hello"] * 9, 270, special_tokens=["<|endoftext|>"])
+    raw.save_model(str(tmp_path))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    if addition == "added_tokens.json":
+        added = {"    ": raw.get_vocab_size()}
+        (tmp_path / addition).write_text(json.dumps(added))
+    else:
+        settings |= {"add_prefix_space": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    found = load_tokenizer(str(tmp_path))
+    assert found.vocabulary.size == len(expected)
+    assert found.encode(["hello    hello"])[0].tolist() == expected("hello    hello").input_ids
+
+
 def test_tokenizer_without_eos_requires_eos_token(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
