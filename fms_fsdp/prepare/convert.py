@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fms_fsdp.data.kept_tokenizer import parse_description
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.files import is_file, map_or_read
@@ -121,7 +122,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         plans = [{"inputs": source.inputs_digest, **options} for source in sources]
         chat = find_chat_settings(config.tokenizer)  # its errors come before the plans are written
         check_plans(config.folder, sources, plans, config.overwrite)
-        if tokenizer:
+        if tokenizer and not _is_kept(config, tokenizer, info.sep_token):
             save_tokenizer(config.folder, tokenizer, chat)
         bos_id = -1 if config.bos_id is None else config.bos_id
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
@@ -141,7 +142,7 @@ def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo
             size = vocabulary.size
         if eos_id is None:
             eos_id = vocabulary.eos_id
-        if eos_id != vocabulary.eos_id:
+        if eos_id != vocabulary.eos_id and not _is_kept(config, tokenizer, eos_id):
             note_once(
                 f"--eos_id={eos_id} is not the EOS token of --tokenizer ({vocabulary.eos_id}), at which "
                 "exports and generated text end"
@@ -152,6 +153,16 @@ def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo
         if number >= size:
             raise UserError(f"--{name}={number} must be below --vocab_size={size}; correct one")
     return ShardInfo(size, eos_id, digest, bos_id=bos_id)
+
+
+def _is_kept(config: ConvertConfig, tokenizer: Tokenizer, eos_id: int) -> bool:
+    """Returns whether the output has the tokenizer with this other EOS token, by --eos_token of
+    `prepare`. Exports end texts at it, so the output's description must stay."""
+    path = config.folder / "meta" / "tokenizer.json"
+    if eos_id == tokenizer.vocabulary.eos_id or not path.is_file():
+        return False
+    known, _ = parse_description(path.read_bytes(), str(path))
+    return known.digest == tokenizer.vocabulary.digest and known.eos_id == eos_id
 
 
 def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> PreparedSource:
@@ -218,8 +229,13 @@ def _first_masks(path: str) -> Iterator[tuple[str, pa.Array]]:
         case _:
             return
     for name in names:
-        if batch is not None and pa.types.is_nested(batch.schema.field(name).type):
+        if batch is not None and _has_integers(batch.schema.field(name).type):
             yield name, batch.column(name)
+
+
+def _has_integers(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
 
 
 def _partner(file: InputFile) -> list[InputFile]:
@@ -348,11 +364,8 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
     if schema.names.count(name) > 1:
         raise UserError(f"has {schema.names.count(name)} columns {name}; write it with one")
     kind = schema.field(name).type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        is_valid = pa.types.is_integer(kind.value_type)
-    else:
-        is_valid = pa.types.is_integer(kind) and not has_lists
-    if not is_valid:
+    is_document = pa.types.is_integer(kind) and not has_lists
+    if not _has_integers(kind) and not is_document:
         raise UserError(
             f"column {name} contains {kind}, not lists of integers; for text use "
             "`python -m fms_fsdp prepare`"

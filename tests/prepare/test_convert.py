@@ -138,7 +138,8 @@ def test_padding_and_masked_ids_are_noted(
     assert "without a label (d.ds.loss)" in capsys.readouterr().err
     # as run_clm.py of transformers writes them
     columns |= {"attention_mask": [[1, 1, 1, 1]], "labels": columns["input_ids"]}
-    pq.write_table(pa.table(columns), tmp_path / "full.parquet")
+    table = pa.table(columns).append_column("loss_mask", pa.array([[["x"]]]))
+    pq.write_table(table, tmp_path / "full.parquet")
     run(tmp_path / "f", f"x={tmp_path}/full.parquet")
     assert "padding" not in capsys.readouterr().err
 

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 
@@ -162,7 +164,9 @@ def test_another_eos_token_is_rejected(
     assert not (tmp_path / "out" / "meta" / "prepare" / "b").exists()
 
 
-def test_new_eos_token_is_kept_with_the_shards(tmp_path: Path, model: bytes) -> None:
+def test_new_eos_token_is_kept_with_the_shards(
+    tmp_path: Path, model: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exports and generated text ended at the token before, and no further source fitted."""
     (tmp_path / "sp.model").write_bytes(model)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
@@ -178,6 +182,15 @@ def test_new_eos_token_is_kept_with_the_shards(tmp_path: Path, model: bytes) -> 
     assert load_tokenizer(str(out)).vocabulary == kept.vocabulary
     assert (out / "meta/chat.json").exists()
     assert main(["prepare", f"b={tmp_path}/x.txt", *flags]) == 0
+    capsys.readouterr()
+    ids = (f"c={out}/b/shard-00000.arrow", f"--tokenizer={tmp_path}/sp.model", "--eos_id=1")
+    assert main(["convert", *ids, f"--output={tmp_path}/other", "--num_workers=1"]) == 0
+    assert "--eos_id=1 is not the EOS token of --tokenizer (2)" in capsys.readouterr().err
+    pq.write_table(pa.table({"tokens": [[10, 11]]}), tmp_path / "c.parquet")
+    assert main(["convert", f"c={tmp_path}/c.parquet", *ids[1:], *flags]) == 0
+    assert "EOS" not in capsys.readouterr().err
+    kept_by_convert = find_tokenizer(str(out))
+    assert kept_by_convert is not None and kept_by_convert.vocabulary == kept.vocabulary
 
 
 @pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
