@@ -155,7 +155,8 @@ class HFTokenizer:
         model = content["model"]
         if "merges" not in model or model.get("unk_token"):
             return False
-        if "ByteLevel" in json.dumps(content.get("pre_tokenizer")):
+        # Some tokenizers write bytes as characters in their normalizer.
+        if "ByteLevel" in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")]):
             from tokenizers.pre_tokenizers import ByteLevel
 
             pieces = set(ByteLevel.alphabet()) - set(_BYTES_NOT_IN_UTF8)

@@ -337,9 +337,10 @@ def test_other_input_or_option_requires_overwrite(tmp_path: Path, corpus: str) -
     foreign = tmp_path / "foreign/web/keep.arrow"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("mine")
-    with pytest.raises(ValueError, match="has a folder web that prepare did not make"):
-        run(tmp_path / "foreign", corpus)
-    assert foreign.read_text() == "mine"
+    for overwrite in (False, True):  # which removed the folder
+        with pytest.raises(ValueError, match="has a folder web that prepare did not make"):
+            run(tmp_path / "foreign", corpus, overwrite=overwrite)
+        assert foreign.read_text() == "mine"
 
 
 def test_folder_in_use_is_rejected(tmp_path: Path, corpus: str) -> None:
