@@ -14,21 +14,31 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fms_fsdp.data.kept_tokenizer import parse_description
 from fms_fsdp.data.shards import NO_LOSS
 from fms_fsdp.errors import UserError, note_once
 from fms_fsdp.files import is_file, map_or_read
 from fms_fsdp.hf.chat import find_chat_settings
 from fms_fsdp.prepare.documents import Part, Problem, open_arrow
 from fms_fsdp.prepare.encode import Encoded, ShardSettings, make_shards
-from fms_fsdp.prepare.input_files import InputFile, Slice, find_files, parse_input, unique_files
+from fms_fsdp.prepare.input_files import (
+    InputFile,
+    Slice,
+    find_files,
+    parse_input,
+    splits_in,
+    unique_files,
+)
 from fms_fsdp.prepare.prepare_flags import ConvertConfig
 from fms_fsdp.prepare.writer import (
     PreparedSource,
@@ -44,6 +54,9 @@ from fms_fsdp.tokenizers.tokenizer import Tokenizer, Tokens
 
 PATTERNS = ("*.idx", "*.ds", "*.parquet", "*.arrow")
 _COLUMNS = ("tokens", "input_ids")
+# Columns of padded rows and of prompts, and the value from which an id counts.
+_LEAST_IN_MASK = {"attention_mask": 1, "loss_mask": 1, "labels": 0}
+_HELD_OUT = ("validation", "test")  # folders in an output of `prepare`
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
@@ -109,7 +122,7 @@ def convert(config: ConvertConfig) -> dict[str, Stats]:
         plans = [{"inputs": source.inputs_digest, **options} for source in sources]
         chat = find_chat_settings(config.tokenizer)  # its errors come before the plans are written
         check_plans(config.folder, sources, plans, config.overwrite)
-        if tokenizer:
+        if tokenizer and not _is_kept(config, tokenizer, info.sep_token):
             save_tokenizer(config.folder, tokenizer, chat)
         bos_id = -1 if config.bos_id is None else config.bos_id
         reader = TokenReader(config.column, info.sep_token, config.bos, bos_id)
@@ -129,7 +142,7 @@ def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo
             size = vocabulary.size
         if eos_id is None:
             eos_id = vocabulary.eos_id
-        if eos_id != vocabulary.eos_id:
+        if eos_id != vocabulary.eos_id and not _is_kept(config, tokenizer, eos_id):
             note_once(
                 f"--eos_id={eos_id} is not the EOS token of --tokenizer ({vocabulary.eos_id}), at which "
                 "exports and generated text end"
@@ -142,19 +155,87 @@ def _shard_info(config: ConvertConfig, tokenizer: Tokenizer | None) -> ShardInfo
     return ShardInfo(size, eos_id, digest, bos_id=bos_id)
 
 
+def _is_kept(config: ConvertConfig, tokenizer: Tokenizer, eos_id: int) -> bool:
+    """Returns whether the output has the tokenizer with this other EOS token, by --eos_token of
+    `prepare`. Exports end texts at it, so the output's description must stay."""
+    path = config.folder / "meta" / "tokenizer.json"
+    if eos_id == tokenizer.vocabulary.eos_id or not path.is_file():
+        return False
+    known, _ = parse_description(path.read_bytes(), str(path))
+    return known.digest == tokenizer.vocabulary.digest and known.eos_id == eos_id
+
+
 def _find_source(config: ConvertConfig, name: str, paths: list[str]) -> PreparedSource:
     files = list[InputFile]()
     slices = list[Slice]()
     for path in paths:
         include = () if is_file(os.path.expanduser(path)) else PATTERNS
         files += find_files(path, include, output=config.folder)
+    files = list(unique_files(files))
+    _note_splits(name, [file.name for file in files])
+    if files:
+        _note_masks(name, files[0].path)
     read = list[InputFile]()  # the shards depend on the partners, too
-    for index, file in enumerate(unique_files(files)):
+    for index, file in enumerate(files):
         read += [file, *_partner(file)]
         ids = _ids_path(file.path)
         num_bytes = os.path.getsize(ids) if is_file(ids) else 0
         slices.append(Slice(index, (Part(file.path, 0, file.size, num_bytes),)))
     return PreparedSource(name, tuple(read), tuple(slices), config.folder)
+
+
+def _note_splits(source: str, names: Sequence[str]) -> None:
+    """Notes that held-out files become training data, too."""
+    splits = splits_in(names)
+    held_out = [name for name in names if name.split("/")[0] in _HELD_OUT]
+    if held_out and len(held_out) < len(names):
+        splits.add("train")
+    if "train" in splits and len(splits) > 1:
+        note_once(
+            f"source {source} consists of several splits, {', '.join(sorted(splits))}, and all "
+            "become training data; name the files or the folder of one in --input"
+        )
+
+
+def _note_masks(source: str, path: str) -> None:
+    """Notes that the first rows of a file have padding, or ids without a label: all are read alike."""
+    found = list[str]()
+    if is_file(f"{path}.loss"):
+        found.append(f"{os.path.basename(path)}.loss")  # of datatrove
+    with suppress(OSError, pa.ArrowInvalid):  # a corrupt file is reported when it is read
+        for name, column in _first_masks(path):
+            least = pc.min(pc.list_flatten(column)).as_py()
+            if least is not None and least < _LEAST_IN_MASK[name]:
+                found.append(name)
+    if found:
+        note_once(
+            f"source {source} has padding or ids without a label ({', '.join(found)}), and all ids "
+            "become training data; write it without padding, or use prepare --prompt_key"
+        )
+
+
+def _first_masks(path: str) -> Iterator[tuple[str, pa.Array]]:
+    """Yields the names and first rows of the columns that mask ids of a Parquet or Arrow file."""
+    match os.path.splitext(path)[1]:
+        case ".parquet":
+            with open(path, "rb") as stream:
+                file = pq.ParquetFile(stream)
+                names = [name for name in _LEAST_IN_MASK if name in file.schema_arrow.names]
+                batch = next(file.iter_batches(batch_size=1024, columns=names), None)
+        case ".arrow":
+            with open_arrow(path) as (schema, batches):
+                names = [name for name in _LEAST_IN_MASK if name in schema.names]
+                batch = next(iter(batches), None) if names else None
+        case _:
+            return
+    for name in names:
+        if batch is not None and _has_integers(batch.schema.field(name).type):
+            yield name, batch.column(name)
+
+
+def _has_integers(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
 
 
 def _partner(file: InputFile) -> list[InputFile]:
@@ -283,11 +364,8 @@ def _ids_column(schema: pa.Schema, wanted: str, *, has_lists: bool = False) -> s
     if schema.names.count(name) > 1:
         raise UserError(f"has {schema.names.count(name)} columns {name}; write it with one")
     kind = schema.field(name).type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        is_valid = pa.types.is_integer(kind.value_type)
-    else:
-        is_valid = pa.types.is_integer(kind) and not has_lists
-    if not is_valid:
+    is_document = pa.types.is_integer(kind) and not has_lists
+    if not _has_integers(kind) and not is_document:
         raise UserError(
             f"column {name} contains {kind}, not lists of integers; for text use "
             "`python -m fms_fsdp prepare`"

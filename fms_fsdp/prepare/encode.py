@@ -362,7 +362,10 @@ def mark_copies(jobs: Sequence[SliceJob]) -> None:
 def _save(path: Path, array: npt.NDArray[Any]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
-        np.save(file, array)
+        # Not np.save, which ignores the errors of a full disk in the last block.
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(np.ascontiguousarray(array).data)
         file.flush()
         sync_to_disk(file.fileno(), temporary)  # an existing file counts as complete
     replace_file(temporary, path)

@@ -275,19 +275,24 @@ def skip_other_files(path: str, files: Sequence[InputFile], form: TextFormat) ->
 
 def note_splits(source: str, files: Iterable[InputFile]) -> None:
     """Notes that a source has a split for training and others: all of them become training data."""
-    splits = set[str]()
-    for file in files:
-        if file_format(file.path) == "text":  # code has files such as test_x.py
-            continue
-        for part in file.name.lower().split("/"):
-            match = _SPLIT.search(part)
-            if match is not None:
-                splits.add(match[1])
+    names = [file.name for file in files if file_format(file.path) != "text"]  # code: test_x.py
+    splits = splits_in(names)
     if "train" in splits and len(splits) > 1:
         note_once(
             f"source {source} consists of several splits, {', '.join(sorted(splits))}, and all "
             "become training data; select one with --include, e.g. '*train*'"
         )
+
+
+def splits_in(names: Iterable[str]) -> set[str]:
+    """Returns the splits of a dataset that the names of its files and folders mention."""
+    splits = set[str]()
+    for name in names:
+        for part in name.lower().split("/"):
+            match = _SPLIT.search(part)
+            if match is not None:
+                splits.add(match[1])
+    return splits
 
 
 def note_revisions(path: str, names: Iterable[str]) -> None:

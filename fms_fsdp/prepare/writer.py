@@ -369,17 +369,27 @@ class PreparedSource:
                 path.unlink()
         if self.partial.is_dir():
             for split in self._replaced_splits() - splits:
-                shutil.rmtree(self.final(split), ignore_errors=True)
+                _remove_folder(self.final(split))
             for split in SPLITS:
                 made = self.partial / split
                 if split not in splits or not made.is_dir():
                     continue  # not made, or published before the interruption
                 final = self.final(split)
-                shutil.rmtree(final, ignore_errors=True)  # of an overwritten source
+                _remove_folder(final)  # of an overwritten source
                 final.parent.mkdir(parents=True, exist_ok=True)
                 made.rename(final)
             shutil.rmtree(self.partial)
         (self.journal / _REPLACED).unlink(missing_ok=True)
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes a folder if it exists, or the link in its place; a part of it that stays would be
+    trained on, or evaluated.
+    """
+    if folder.is_symlink():  # moved to another disk by hand
+        folder.unlink()
+    elif exists(folder):
+        shutil.rmtree(folder)
 
 
 def splits_of(results: Iterable[SliceResult]) -> set[str]:
@@ -487,15 +497,23 @@ def check_plans(
                 f"--output={output} has a folder {split}/{source.name} that this source did not "
                 "make; remove it, or choose another name or folder"
             )
+        # Not what a call left that was killed between two plans.
+        if old is None and SPLITS[0] not in own and source.final(SPLITS[0]).exists():
+            raise UserError(
+                f"--output={output} has a folder {source.name} that prepare did not make; remove it, "
+                "or choose another name or folder"
+            )
         if overwrite or old == plan:
             continue
         if old is not None:
             keys = ", ".join(key for key in sorted({*plan, *old}) if old.get(key) != plan.get(key))
             rule = f"contains source {source.name} made with other {keys}"
             raise UserError(f"--output={output} {rule}; choose another folder, or --overwrite=True")
-        if source.final(SPLITS[0]).exists():
-            rule = f"has a folder {source.name} that prepare did not make"
-            raise UserError(f"--output={output} {rule}; choose another name or folder")
+        if SPLITS[0] in own:
+            raise UserError(
+                f"--output={output} has shards of source {source.name} that an interrupted call was to "
+                "replace; run that call again, or set --overwrite=True"
+            )
     for source, plan in zip(sources, plans, strict=True):
         if known.get(source.name) != plan:
             source.start_over(plan)

@@ -155,7 +155,8 @@ class HFTokenizer:
         model = content["model"]
         if "merges" not in model or model.get("unk_token"):
             return False
-        if "ByteLevel" in json.dumps(content.get("pre_tokenizer")):
+        # Some tokenizers write bytes as characters in their normalizer.
+        if "ByteLevel" in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")]):
             from tokenizers.pre_tokenizers import ByteLevel
 
             pieces = set(ByteLevel.alphabet()) - set(_BYTES_NOT_IN_UTF8)
@@ -174,10 +175,15 @@ class HFTokenizer:
 def _splits_as_gpt2(path: Path) -> bool:
     """Returns whether the tokenizer of a vocab.json splits text as GPT-2's, by the class that its
     folder names; without a name it is GPT-2's own pair of files."""
-    settings = path.with_name("tokenizer_config.json")
-    if not settings.is_file():
+    if path.with_name("added_tokens.json").is_file():  # its tokens are not in vocab.json
+        return False
+    path_of_settings = path.with_name("tokenizer_config.json")
+    if not path_of_settings.is_file():
         return True
-    name = str(read_json_object(settings).get("tokenizer_class") or "GPT2Tokenizer")
+    settings = read_json_object(path_of_settings)
+    if settings.get("add_prefix_space"):
+        return False
+    name = str(settings.get("tokenizer_class") or "GPT2Tokenizer")
     return name.removesuffix("Fast") in _LIKE_GPT2
 
 

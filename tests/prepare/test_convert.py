@@ -94,6 +94,56 @@ def test_every_format_gives_the_same_documents(tmp_path: Path) -> None:
     assert {source.num_tokens for source in corpus.sources} == {num_tokens + len(documents)}
 
 
+def test_held_out_files_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were trained on in silence."""
+    table = pa.table({"input_ids": [[1, 2, 3]]})
+    for name in ("x/train-0.parquet", "x/test-0.parquet", "y/a.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / name)
+    run(tmp_path / "x_out", f"x={tmp_path}/x")
+    assert "source x consists of several splits, test, train, and" in capsys.readouterr().err
+    run(tmp_path / "y_out", f"y={tmp_path}/y")
+    assert "splits" not in capsys.readouterr().err
+    texts = tmp_path / "texts.txt"
+    texts.write_text("|".join(map(str, range(99))))
+    made = PrepareConfig(
+        f"web={texts}", f"{tmp_path}/made", tokenizer="byte", text_separator="|", split=(50.0, 50.0)
+    )
+    prepare(made)
+    run(tmp_path / "again", f"z={tmp_path}/made")
+    assert "source z consists of several splits, train, validation" in capsys.readouterr().err
+    run(tmp_path / "train", f"z={tmp_path}/made/web")
+    assert "splits" not in capsys.readouterr().err
+
+
+def test_padding_and_masked_ids_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were trained on in silence."""
+    columns: dict[str, list[list[int]]] = {
+        "input_ids": [[1, 2, 3, 0]],
+        "attention_mask": [[1, 1, 1, 0]],
+        "labels": [[-100, 2, 3, -100]],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", pa.table(columns).schema) as writer:
+        writer.write_table(pa.table(columns))
+    write_datatrove(tmp_path / "d.ds", [[1, 2, 3]], "<u2")
+    (tmp_path / "d.ds.loss").write_bytes(bytes([0, 1, 1]))
+    for name in ("p.parquet", "a.arrow"):
+        run(tmp_path / name[0], f"{name[0]}={tmp_path / name}")
+        note = f"source {name[0]} has padding or ids without a label (attention_mask, labels)"
+        assert note in capsys.readouterr().err
+    run(tmp_path / "d", f"x={tmp_path}/d.ds")
+    assert "without a label (d.ds.loss)" in capsys.readouterr().err
+    # as run_clm.py of transformers writes them
+    columns |= {"attention_mask": [[1, 1, 1, 1]], "labels": columns["input_ids"]}
+    table = pa.table(columns).append_column("loss_mask", pa.array([[["x"]]]))
+    pq.write_table(table, tmp_path / "full.parquet")
+    run(tmp_path / "f", f"x={tmp_path}/full.parquet")
+    assert "padding" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("partner", ["x.bin", "y.ds.index"])
 def test_repaired_partner_is_read_again(tmp_path: Path, partner: str) -> None:
     documents = random_documents(1)

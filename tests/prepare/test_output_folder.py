@@ -106,6 +106,21 @@ def test_split_of_a_replaced_plan_is_removed(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").rglob("replaced.json"))
 
 
+def test_linked_folders_of_a_replaced_plan_are_replaced(tmp_path: Path) -> None:
+    """The held-out shards stayed, also those that the new plan trains on, or the call failed."""
+    inputs = f"web={write_jsonl(tmp_path / 'a.jsonl', [f'text {i}' for i in range(50)])}"
+    out = tmp_path / "out"
+    run(out, inputs, split=(50.0, 50.0))
+    for name in ("web", "validation/web"):
+        moved = tmp_path / name.replace("/", "-")
+        (out / name).rename(moved)
+        (out / name).symlink_to(moved)
+    run(out, inputs, overwrite=True)
+    assert not os.path.lexists(out / "validation" / "web")
+    assert not (out / "web").is_symlink()
+    assert os.listdir(out / "web") == ["shard-00000.arrow"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "options"),
     [("{root}/*.jsonl", {}), ("{root}", {"include": ("*.jsonl",)}), ("{root}/raw", {})],

@@ -171,6 +171,20 @@ def test_hashes_are_on_disk_before_they_count(
     assert synced[0] == (path.stat().st_size, False)
 
 
+def test_hashes_on_a_full_disk_are_an_error(small_disk: Path) -> None:
+    """np.save lost the last block in silence: all later calls failed on a truncated file."""
+    path = small_disk / "hashes-00000.npy"
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "other").write_bytes(b"x" * free)
+    with pytest.raises(OSError, match="No space left on device"):
+        encode._save(path, np.arange(9, dtype=np.uint64))
+    (small_disk / "other").unlink()
+    encode._save(path, np.arange(9, dtype=np.uint64))
+    assert np.load(path).tolist() == list(range(9))
+    encode._save(path, np.zeros(3, dtype=bool))
+    assert np.load(path).tolist() == [False, False, False]
+
+
 def test_first_copy_of_duplicates_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,9 +337,10 @@ def test_other_input_or_option_requires_overwrite(tmp_path: Path, corpus: str) -
     foreign = tmp_path / "foreign/web/keep.arrow"
     foreign.parent.mkdir(parents=True)
     foreign.write_text("mine")
-    with pytest.raises(ValueError, match="has a folder web that prepare did not make"):
-        run(tmp_path / "foreign", corpus)
-    assert foreign.read_text() == "mine"
+    for overwrite in (False, True):  # which removed the folder
+        with pytest.raises(ValueError, match="has a folder web that prepare did not make"):
+            run(tmp_path / "foreign", corpus, overwrite=overwrite)
+        assert foreign.read_text() == "mine"
 
 
 def test_folder_in_use_is_rejected(tmp_path: Path, corpus: str) -> None:

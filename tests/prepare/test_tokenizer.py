@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 
@@ -162,7 +164,9 @@ def test_another_eos_token_is_rejected(
     assert not (tmp_path / "out" / "meta" / "prepare" / "b").exists()
 
 
-def test_new_eos_token_is_kept_with_the_shards(tmp_path: Path, model: bytes) -> None:
+def test_new_eos_token_is_kept_with_the_shards(
+    tmp_path: Path, model: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exports and generated text ended at the token before, and no further source fitted."""
     (tmp_path / "sp.model").write_bytes(model)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
@@ -178,6 +182,15 @@ def test_new_eos_token_is_kept_with_the_shards(tmp_path: Path, model: bytes) -> 
     assert load_tokenizer(str(out)).vocabulary == kept.vocabulary
     assert (out / "meta/chat.json").exists()
     assert main(["prepare", f"b={tmp_path}/x.txt", *flags]) == 0
+    capsys.readouterr()
+    ids = (f"c={out}/b/shard-00000.arrow", f"--tokenizer={tmp_path}/sp.model", "--eos_id=1")
+    assert main(["convert", *ids, f"--output={tmp_path}/other", "--num_workers=1"]) == 0
+    assert "--eos_id=1 is not the EOS token of --tokenizer (2)" in capsys.readouterr().err
+    pq.write_table(pa.table({"tokens": [[10, 11]]}), tmp_path / "c.parquet")
+    assert main(["convert", f"c={tmp_path}/c.parquet", *ids[1:], *flags]) == 0
+    assert "EOS" not in capsys.readouterr().err
+    kept_by_convert = find_tokenizer(str(out))
+    assert kept_by_convert is not None and kept_by_convert.vocabulary == kept.vocabulary
 
 
 @pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
@@ -202,6 +215,29 @@ def test_responses_continue_their_prompt(tmp_path: Path, source_code: list[str],
         assert tokenizer.decode(ids) == prompt + text
         given = [token for token in row if token >= NO_LOSS]
         assert len(given) == len(tokenizer.encode([prompt])[0])
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "Metaspace"])
+def test_responses_have_no_space_that_decoding_keeps(tmp_path: Path, kind: str) -> None:
+    """A space that decoding keeps was not seen: "Answer:" and "yes" became "Answer: yes"."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = getattr(tokenizers.pre_tokenizers, kind)()  # both add a space
+    if kind == "ByteLevel":  # its decoder keeps the space; Metaspace is tried without a decoder
+        made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "</s>"], show_progress=False
+    )
+    made.train_from_iterator(["Answer: yes", "a b | yes\n"] * 9, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.jsonl").write_text('{"q": "Answer:", "text": "yes"}\n{"q": "", "text": "yes"}')
+    flags = (f"--tokenizer={tmp_path}/tokenizer.json", f"--output={tmp_path}/out", "--prompt_key=q")
+    assert main(["prepare", f"s={tmp_path}/x.jsonl", *flags]) == 0
+    with open_arrow(str(tmp_path / "out" / "s" / "shard-00000.arrow")) as (_, batches):
+        rows = [row for batch in batches for row in batch.column(0).to_pylist()]
+    responses = [[made.id_to_token(id) for id in row if id < NO_LOSS] for row in rows]
+    spaces = {"ByteLevel": "\u0120", "Metaspace": "\u2581"}
+    assert ["".join(row) for row in responses] == ["yes", f"{spaces[kind]}yes"]
 
 
 def test_eos_token_in_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,6 +357,27 @@ def test_class_decides_how_a_pair_splits(tmp_path: Path, source_code: list[str],
     expected = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     for text, ids in zip(PROBES, load_tokenizer(str(tmp_path)).encode(PROBES), strict=True):
         assert ids.tolist() == expected(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("addition", ["added_tokens.json", "add_prefix_space"])
+def test_additions_to_a_pair_change_its_ids(tmp_path: Path, addition: str) -> None:
+    """The added tokens and the space were ignored."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    raw = tokenizers.ByteLevelBPETokenizer()
+    raw.train_from_iterator(["hello"] * 9, 270, special_tokens=["<|endoftext|>"])
+    raw.save_model(str(tmp_path))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    if addition == "added_tokens.json":
+        added = {"    ": raw.get_vocab_size()}
+        (tmp_path / addition).write_text(json.dumps(added))
+    else:
+        settings |= {"add_prefix_space": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    found = load_tokenizer(str(tmp_path))
+    assert found.vocabulary.size == len(expected)
+    assert found.encode(["hello    hello"])[0].tolist() == expected("hello    hello").input_ids
 
 
 def test_tokenizer_without_eos_requires_eos_token(tmp_path: Path) -> None:
