@@ -434,7 +434,8 @@ def save_tokenizer(
     """Saves a copy of the tokenizer with the shards.
 
     It consists of its files, its description meta/tokenizer.json, and its chat settings (None keeps
-    those of the output). `trained_on` stays if the tokenizer does. The files of a tokenizer of another kind that it replaces are removed.
+    those of the output). `trained_on` stays if the tokenizer does. The files of a tokenizer of
+    another kind that it replaces are removed.
     """
     path = output / "meta" / "tokenizer.json"
     replaced = None

@@ -63,11 +63,13 @@ def check_length(run: RunConfig, stream: Stream) -> None:
     if stream.last_step is None or run.num_steps <= stream.last_step:
         return
     section = run.config.training
-    flags = ("num_steps", "num_tokens", "num_samples", "num_epochs")
-    length = next((name for name in flags if getattr(section, name)), "num_steps")
-    given = f"--{length}={getattr(section, length) or run.num_steps}"
-    if length != "num_steps":
-        given += f" ({run.num_steps} steps)"
+    length = "num_steps"
+    given = f"--num_steps={run.num_steps}"
+    for name in ("num_tokens", "num_samples", "num_epochs"):
+        value = getattr(section, name)
+        if value and value != "-1":  # with which --num_epochs is not set
+            length = name
+            given = f"--{name}={value} ({run.num_steps} steps)"
     raise UserError(
         f"{given} exceeds {stream.last_step}, the last step that "
         f"--max_epochs={run.config.data.max_epochs:g} leaves the shortest source; lower "

@@ -94,6 +94,20 @@ def test_unknown_bos_is_rejected(
     assert text in capsys.readouterr().err
 
 
+def train_model(folder: Path, **options: Any) -> None:
+    """Trains a small sentencepiece model, sp.model."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c"] * 9),
+        model_prefix=str(folder / "sp"),
+        vocab_size=270,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=3,
+        **options,
+    )
+
+
 def test_mistyped_bos_leaves_no_plan(texts: Path, tmp_path: Path) -> None:
     flags = ("--tokenizer=byte", "--num_workers=1", f"--output={tmp_path / 'out'}")
     argv = ["prepare", f"--input=web={texts}", *flags]
@@ -103,17 +117,7 @@ def test_mistyped_bos_leaves_no_plan(texts: Path, tmp_path: Path) -> None:
 
 def test_bos_that_is_the_eos_is_not_in_the_text(texts: Path, tmp_path: Path, capsys: Any) -> None:
     """As of GPT-2; and a model whose EOS token is only named by the flag."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a b c"] * 9),
-        model_prefix=str(tmp_path / "sp"),
-        vocab_size=270,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        eos_id=-1,
-        user_defined_symbols=["<|end|>"],
-        minloglevel=3,
-    )
+    train_model(tmp_path, eos_id=-1, user_defined_symbols=["<|end|>"])
     with pytest.raises(UserError, match="names no end-of-document token"):
         load_tokenizer(f"{tmp_path}/sp.model")
     with pytest.raises(UserError, match="--eos_token .<no>. is not a token"):
@@ -136,15 +140,7 @@ def test_bos_without_a_prompt_is_no_label_either(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [("--bos_token=<s>",), ("--prompt_key=ask",)])
 def test_text_without_tokens_is_no_document(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Models such as T5's drop spaces; it was a document of the BOS token or the prompt alone."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a b c"] * 9),
-        model_prefix=str(tmp_path / "sp"),
-        vocab_size=270,
-        model_type="bpe",
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        minloglevel=3,
-    )
+    train_model(tmp_path)
     records = [{"text": text, "ask": "a"} for text in ("  ", "b", " \n")]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, records)))
     argv = ["prepare", f"--input=web={tmp_path}/x.jsonl", f"--output={tmp_path}/out"]
