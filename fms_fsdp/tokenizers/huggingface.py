@@ -102,7 +102,9 @@ class HFTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         try:
             rows = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the package has no class for it
+        except Exception as error:
+            if type(error) is not Exception:  # the package has no class for its own errors
+                raise
             raise UserError(
                 f"--tokenizer ({self._name}) cannot encode the text: {shown(str(error))}; use a "
                 "tokenizer with an unknown token or byte fallback"
